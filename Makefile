@@ -1,0 +1,45 @@
+# Every target that needs set-up does it itself. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+K ?=
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-kernels bench gpu-check lint clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(STAMP)  ## make .venv with pinned packages and an editable install
+
+$(STAMP): requirements.txt pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+demo: $(STAMP)  ## run the demo on the real demo model
+	$(BIN)/pagedraft demo
+
+test: lint  ## lint, then every test
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+test-kernels: $(STAMP)  ## kernel tests; K=name for one op
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(if $(K),tests/kernels/test_$(K).py,tests/kernels)
+
+bench: $(STAMP)  ## measure what this machine can, save JSON under bench/results
+	$(BIN)/python -m pagedraft.bench
+
+gpu-check:  ## kernel tests, exactness and first timings on a CUDA machine; installs nothing
+	bash bench/gpu_check.sh
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p pagedraft.decoding -p pagedraft.scheduler
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Decoding: sampling parameters, drafters, verification and the output contract."""

@@ -1,0 +1,1 @@
+"""Operations: one file each, with reference, Triton kernel, launcher and cost."""

@@ -1,0 +1,1 @@
+"""The transformer: configuration, weights, KV cache and the forward pass."""

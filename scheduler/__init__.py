@@ -1,0 +1,1 @@
+"""Scheduling: requests, the step plan, the engine and its front ends."""
