@@ -1,0 +1,72 @@
+"""The output contract: which of a step's tokens a request keeps, and whether it ends there.
+
+A step yields the accepted drafts plus one token. However the steps cut the stream, the kept tokens
+and the finish reason are those of decoding one token at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Tokens that a step adds to a request's output, and why the request ends, if it does."""
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+def commit(
+    tokens: Sequence[int],
+    *,
+    num_output: int,
+    num_context: int,
+    max_tokens: int,
+    max_context: int,
+    stop_ids: Container[int],
+    min_tokens: int = 0,
+) -> Commit:
+    """Keep ``tokens`` up to the first that ends the request; stop beats length on a tie.
+
+    A request ends with a stop id (kept; ignored among the first ``min_tokens`` outputs), with
+    output number ``max_tokens``, or when its context holds ``max_context`` tokens.
+
+    **Units**: all integers are tokens. ``num_output`` and ``num_context`` (prompt and output) are
+    counts before this step.
+
+    Raises ValueError for no tokens, a negative count, or a request that had ended before.
+    """
+    if not tokens:
+        raise ValueError("tokens: expected at least one, got none")
+    _check_counts(num_output=num_output, num_context=num_context, min_tokens=min_tokens)
+    if num_output >= max_tokens or num_context >= max_context:
+        raise ValueError(
+            f"request had ended: {num_output} of {max_tokens} outputs, "
+            f"{num_context} of {max_context} context tokens"
+        )
+    for count, token in enumerate(tokens, start=1):
+        outputs = num_output + count
+        if token in stop_ids and outputs > min_tokens:
+            return Commit(tuple(tokens[:count]), "stop")
+        if outputs >= max_tokens or num_context + count >= max_context:
+            return Commit(tuple(tokens[:count]), "length")
+    return Commit(tuple(tokens), None)
+
+
+def max_drafts(
+    k: int, *, num_output: int, max_tokens: int, num_context: int, max_context: int
+) -> int:
+    """Drafts worth verifying: ``k``, cut so that drafts plus one token can all be kept; >= 0."""
+    _check_counts(k=k, num_output=num_output, num_context=num_context)
+    return max(0, min(k, max_tokens - num_output - 1, max_context - num_context - 1))
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 0:
+            raise ValueError(f"{name}: expected at least 0, got {count}")
