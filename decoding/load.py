@@ -1,0 +1,83 @@
+"""Turning what a user calls a model or a prompt into what decoding works on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagedraft.model.demo import resolve_model
+from pagedraft.model.transformer import Transformer
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The torch dtype of a name; "auto" is bf16, which on the CPU is the format of the weights."""
+    if isinstance(dtype, torch.dtype):
+        if dtype in DTYPES.values():
+            return dtype
+    elif dtype == "auto":
+        return torch.bfloat16
+    elif dtype in DTYPES:
+        return DTYPES[dtype]
+    raise ValueError(f"dtype: expected one of {['auto', *DTYPES]}, got {dtype!r}")
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The torch device of a name; "auto" is CUDA where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def load_model(
+    model: str | Path | Transformer,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    exact: bool = True,
+) -> Transformer:
+    """A loaded model as it is; else a folder, a hub id or ``demo``, loaded."""
+    if isinstance(model, Transformer):
+        return model
+    folder = resolve_model(model)
+    return Transformer.from_folder(
+        folder, dtype=resolve_dtype(dtype), device=resolve_device(device), exact=exact
+    )
+
+
+def load_tokenizer(model: Transformer) -> Any:
+    """The tokenizer in the model's folder, or None where there is none."""
+    folder = model.folder
+    if folder is None or not (folder / "tokenizer.json").exists():
+        return None
+    from transformers import AutoTokenizer  # slow to import, and not needed for token ids
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def encode(prompt: str | list[int], tokenizer: Any) -> list[int]:
+    """Token ids of a prompt; ids pass as they are."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("prompt: text needs a tokenizer, and the model's folder has none")
+        return list(tokenizer.encode(prompt))
+    if not isinstance(prompt, (list, tuple)) or any(
+        isinstance(token, bool) or not isinstance(token, int) for token in prompt
+    ):
+        raise TypeError(f"prompt: expected text or a list of token ids, got {_short(prompt)}")
+    return list(prompt)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

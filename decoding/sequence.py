@@ -1,0 +1,57 @@
+"""Sequence: the tokens of one request, its blocks, and how much of them each model has written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens and state of one request.
+
+    token_ids: the committed context: prompt, then output. Only ``commit`` appends.
+    num_prompt: how many of them are the prompt.
+    temperature, seed: how its tokens are drawn; fixed for its life.
+    block_ids: the pool blocks it owns, in order; shared by the target's and the draft's pools.
+    num_written: tokens whose target KV is in the pool and committed. Rolling back a rejected draft
+        is setting this count: nothing is copied.
+    num_draft_written: the same for the draft model.
+    """
+
+    token_ids: list[int]
+    num_prompt: int
+    temperature: float
+    seed: int
+    block_ids: list[int] = field(default_factory=list)
+    num_written: int = 0
+    num_draft_written: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed context length in tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens that the target has yet to see."""
+        return len(self.token_ids) - self.num_written
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.token_ids[self.num_prompt :]
+
+    def append(self, tokens: list[int]) -> None:
+        """Commit ``tokens``; KV that was written for rejected drafts is rolled back.
+
+        The last committed token was never fed, so at most all tokens but one are written. Accepted
+        drafts are committed tokens, so what a model wrote for them stays valid.
+        """
+        self.token_ids.extend(tokens)
+        self.num_written = len(self.token_ids) - 1
+        self.num_draft_written = min(self.num_draft_written, len(self.token_ids) - 1)
+
+    def drop_kv(self) -> None:
+        """Forget all KV (preemption): everything is written anew later."""
+        self.num_written = 0
+        self.num_draft_written = 0

@@ -1,0 +1,152 @@
+"""Decoding in its two plainest forms: one sequence, no scheduler. Read this first.
+
+``generate_with_kv_cache`` is plain decoding. ``speculative_decode`` drafts, verifies in one pass and
+rolls back at the first mismatch; its output is the same. The engine does the same for many requests
+at once, and its tests compare it with these two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from pagedraft.decoding.drafters.draft_model import DraftModelDrafter, check_vocabularies
+from pagedraft.decoding.draw import draw
+from pagedraft.decoding.load import encode, load_model, load_tokenizer
+from pagedraft.decoding.params import SamplingParams
+from pagedraft.decoding.sequence import Sequence
+from pagedraft.decoding.verify import verify_rows
+from pagedraft.model.batch import Span, StepBatch, build_step_batch
+from pagedraft.model.kv_cache import KVCache
+from pagedraft.model.transformer import Transformer
+
+Prompt = TypeVar("Prompt", str, list[int])
+BLOCK_SIZE = 64
+
+
+def generate_with_kv_cache(
+    model: str | Path | Transformer,
+    prompt: Prompt,
+    max_length: int,
+    *,
+    params: SamplingParams | None = None,
+) -> Prompt:
+    """Continue ``prompt`` until EOS or until it has ``max_length`` tokens in all.
+
+    model: a folder, a hub id, ``demo`` or a loaded Transformer. The result is of the prompt's kind,
+    text or token ids, and holds the prompt too. Greedy unless ``params`` gives a temperature.
+    """
+    target = load_model(model)
+    tokenizer = load_tokenizer(target) if isinstance(prompt, str) else None
+    sequence, cache = _start(target, encode(prompt, tokenizer), max_length, params)
+    stop_ids = _stop_ids(target, params)
+    while sequence.num_tokens < max_length:
+        batch = _batch(target, sequence, [], num_logits=1)
+        logits_1V = target.forward(batch, cache)
+        token = int(draw(logits_1V, [sequence], [sequence.num_tokens]))
+        _check_token(token, sequence)
+        sequence.append([token])
+        if token in stop_ids:
+            break
+    return _finish(prompt, sequence, tokenizer)
+
+
+def speculative_decode(
+    prompt: Prompt,
+    draft_model: str | Path | Transformer,
+    target_model: str | Path | Transformer,
+    num_drafts: int = 4,
+    *,
+    max_length: int | None = None,
+    params: SamplingParams | None = None,
+) -> Prompt:
+    """The output of ``generate_with_kv_cache(target_model, prompt, max_length)``, sooner.
+
+    Each round the draft model proposes ``num_drafts`` tokens and the target draws its own token at
+    every one of these positions in a single pass. Drafts that equal the target's draws are kept,
+    and the draw at the first mismatch (or after the last draft) is one more token for free.
+    max_length counts all tokens; None means the prompt plus ``params.max_tokens``.
+    """
+    target, draft = load_model(target_model), load_model(draft_model)
+    check_vocabularies(draft, target)
+    tokenizer = load_tokenizer(target) if isinstance(prompt, str) else None
+    token_ids = encode(prompt, tokenizer)
+    if max_length is None:
+        max_length = len(token_ids) + (params or SamplingParams()).max_tokens
+    sequence, cache = _start(target, token_ids, max_length, params)
+    stop_ids = _stop_ids(target, params)
+    draft_cache = _cache(draft, max_length)
+    drafter = DraftModelDrafter(
+        draft, draft_cache, target_vocab_size=target.config.vocab_size, catch_up_tokens=max_length
+    )
+    while sequence.num_tokens < max_length:
+        k = min(num_drafts, max_length - sequence.num_tokens - 1)
+        [drafts] = drafter.propose([sequence], [k])
+        batch = _batch(target, sequence, drafts, num_logits=len(drafts) + 1)
+        logits_LV = target.forward(batch, cache)
+        [tokens] = verify_rows(logits_LV, [sequence], [drafts])
+        stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
+        if stop is not None:
+            tokens = tokens[: stop + 1]
+        _check_token(tokens[-1], sequence)
+        sequence.append(tokens)  # rolls the KV of rejected drafts back: a count, not a copy
+        if stop is not None:
+            break
+    return _finish(prompt, sequence, tokenizer)
+
+
+def _start(
+    model: Transformer, token_ids: list[int], max_length: int, params: SamplingParams | None
+) -> tuple[Sequence, KVCache]:
+    if not token_ids:
+        raise ValueError("prompt: expected at least one token, got none")
+    vocab_size = model.config.vocab_size
+    bad = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise ValueError(f"prompt: expected token ids from 0 to {vocab_size - 1}, got {bad}")
+    if max_length > model.config.max_positions:
+        raise ValueError(
+            f"max_length: expected at most {model.config.max_positions} positions, got {max_length}"
+        )
+    params = params or SamplingParams(temperature=0.0)
+    cache = _cache(model, max_length)
+    sequence = Sequence(
+        token_ids=token_ids,
+        num_prompt=len(token_ids),
+        temperature=1.0 if params.temperature is None else params.temperature,
+        seed=params.seed or 0,
+        block_ids=list(range(1, cache.num_blocks)),
+    )
+    return sequence, cache
+
+
+def _cache(model: Transformer, max_length: int) -> KVCache:
+    """A pool for one sequence of ``max_length`` tokens, plus the null block."""
+    num_blocks = 1 + -(-max(max_length, 1) // BLOCK_SIZE)
+    return KVCache(model.config, num_blocks, BLOCK_SIZE, model.activation_dtype, model.device)
+
+
+def _stop_ids(model: Transformer, params: SamplingParams | None) -> set[int]:
+    params = params or SamplingParams()
+    eos_ids = () if params.ignore_eos else model.config.eos_token_ids
+    return {*eos_ids, *params.stop_token_ids}
+
+
+def _batch(model: Transformer, sequence: Sequence, drafts: list[int], num_logits: int) -> StepBatch:
+    """What the target has not seen yet, followed by the drafts."""
+    tokens = sequence.token_ids[sequence.num_written :] + drafts
+    span = Span(tokens, sequence.num_written, sequence.block_ids, num_logits)
+    return build_step_batch(
+        [span], block_size=BLOCK_SIZE, device=model.device, row_multiple=model.row_multiple
+    )
+
+
+def _check_token(token: int, sequence: Sequence) -> None:
+    if token < 0:
+        raise ValueError(f"logits: no finite maximum at position {sequence.num_tokens} (NaN?)")
+
+
+def _finish(prompt: Prompt, sequence: Sequence, tokenizer) -> Prompt:  # noqa: ANN001
+    if isinstance(prompt, str):
+        return tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
+    return list(sequence.token_ids)

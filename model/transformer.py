@@ -1,0 +1,173 @@
+"""The forward pass, top to bottom: a step's tokens in, logits of the rows that need them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from pagedraft.kernels.dispatch import implementation
+from pagedraft.kernels.gated_mlp import gated_mlp
+from pagedraft.kernels.linear import PackedLinear, linear, pack_linear
+from pagedraft.kernels.paged_attention import paged_attention
+from pagedraft.kernels.rms_norm import add_rms_norm, rms_norm
+from pagedraft.kernels.write_kv import write_kv
+from pagedraft.model.batch import StepBatch
+from pagedraft.model.config import ModelConfig
+from pagedraft.model.kv_cache import KVCache
+from pagedraft.model.rope import rope_table
+from pagedraft.model.weights import load_weights
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one decoder layer, linear ones packed for their device."""
+
+    input_norm_E: torch.Tensor
+    qkv: PackedLinear
+    q_norm_D: torch.Tensor | None
+    k_norm_D: torch.Tensor | None
+    o: PackedLinear
+    post_norm_E: torch.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+class Transformer:
+    """A decoder of the Llama shape over a paged KV cache.
+
+    dtype: of the stored weights. activation_dtype: of everything between them: ``dtype`` on the
+    Triton kernels, fp32 on the CPU path, where narrow arithmetic is slower than wide.
+    folder: where it was loaded from, None for weights made in memory.
+    ``weights`` (names as in weights.py) is emptied layer by layer, so that no second copy lives.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, torch.Tensor],
+        *,
+        exact: bool = True,
+    ) -> None:
+        self.config = config
+        self.exact = exact
+        self.folder: Path | None = None
+        embed = weights["embed"]
+        self.device = embed.device
+        self.dtype = embed.dtype
+        on_triton = implementation("linear", self.device) == "triton"
+        self.activation_dtype = self.dtype if on_triton else torch.float32
+        self.embed_VE = embed
+        self.layers = [self._layer(weights, index) for index in range(config.num_layers)]
+        self.final_norm_E = weights["final_norm"].to(self.activation_dtype)
+        self.head = pack_linear(weights.get("head", embed))
+        cos_PR, sin_PR = rope_table(config, config.max_positions)
+        self.cos_PR, self.sin_PR = cos_PR.to(self.device), sin_PR.to(self.device)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        exact: bool = True,
+    ) -> Transformer:
+        """Load ``config.json`` and the safetensors weights of ``folder``, cast to ``dtype``."""
+        config = ModelConfig.from_folder(folder)
+        weights = load_weights(folder, config, dtype=dtype, device=torch.device(device))
+        model = cls(config, weights, exact=exact)
+        model.folder = Path(folder)
+        return model
+
+    def _layer(self, weights: dict[str, torch.Tensor], index: int) -> Layer:
+        def get(name: str) -> torch.Tensor | None:
+            return weights.pop(f"layers.{index}.{name}", None)
+
+        def norm(name: str) -> torch.Tensor | None:
+            weight = get(name)
+            return None if weight is None else weight.to(self.activation_dtype)
+
+        return Layer(
+            input_norm_E=norm("input_norm"),
+            qkv=pack_linear(get("qkv"), get("qkv_bias")),
+            q_norm_D=norm("q_norm"),
+            k_norm_D=norm("k_norm"),
+            o=pack_linear(get("o"), get("o_bias")),
+            post_norm_E=norm("post_norm"),
+            gate_up=pack_linear(get("gate_up")),
+            down=pack_linear(get("down")),
+        )
+
+    @property
+    def row_multiple(self) -> int:
+        """Pad a step's tokens to a multiple of this, so that no linear has to pad by itself."""
+        layer = self.layers[0]
+        packed = (layer.qkv, layer.o, layer.gate_up, layer.down, self.head)
+        return max(weight.row_multiple for weight in packed)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
+        """Write this step's KV into ``cache`` and return the fp32 logits [num_logits, V].
+
+        A row's bits depend on its own tokens and positions only (with ``exact``), never on what
+        else is in the batch. The last layer's MLP and the head see only the rows that need logits.
+        """
+        eps = self.config.rms_eps
+        residual_TE = F.embedding(batch.tokens_T, self.embed_VE).to(self.activation_dtype)
+        normed_TE = rms_norm(residual_TE, self.layers[0].input_norm_E, eps)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            heads_THD = self._attend(normed_TE, layer, batch, cache, index)
+            if index == last and batch.num_logits == 0:
+                return heads_THD.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+            if index == last and batch.logit_rows_Q.shape[0] < batch.tokens_T.shape[0]:
+                heads_THD = heads_THD[batch.logit_rows_Q]
+                residual_TE = residual_TE[batch.logit_rows_Q]
+            attended_TE = linear(heads_THD.flatten(1), layer.o, exact=self.exact)
+            normed_TE, residual_TE = add_rms_norm(attended_TE, residual_TE, layer.post_norm_E, eps)
+            gate_up = linear(normed_TE, layer.gate_up, exact=self.exact)
+            mlp_TE = linear(
+                gated_mlp(gate_up, self.config.activation), layer.down, exact=self.exact
+            )
+            next_norm_E = (
+                self.final_norm_E if index == last else self.layers[index + 1].input_norm_E
+            )
+            normed_TE, residual_TE = add_rms_norm(mlp_TE, residual_TE, next_norm_E, eps)
+        return linear(normed_TE, self.head, exact=self.exact)[: batch.num_logits].float()
+
+    def _attend(
+        self,
+        normed_TE: torch.Tensor,
+        layer: Layer,
+        batch: StepBatch,
+        cache: KVCache,
+        index: int,
+    ) -> torch.Tensor:
+        """One layer's attention before the output projection: [T, H, D]."""
+        k_NGBD, v_NGBD = cache.k[index], cache.v[index]
+        q_THD = write_kv(
+            linear(normed_TE, layer.qkv, exact=self.exact),
+            self.cos_PR,
+            self.sin_PR,
+            batch.positions_T,
+            batch.slots_T,
+            k_NGBD,
+            v_NGBD,
+            self.config.num_heads,
+            q_norm_D=layer.q_norm_D,
+            k_norm_D=layer.k_norm_D,
+            eps=self.config.rms_eps,
+        )
+        return paged_attention(
+            q_THD,
+            k_NGBD,
+            v_NGBD,
+            batch.block_table_RM,
+            batch.query_starts_R1,
+            batch.kv_lens_R,
+            max_query_len=batch.max_query_len,
+            max_kv_len=batch.max_kv_len,
+        )

@@ -1,0 +1,117 @@
+"""The command line: ``pagedraft demo`` and ``pagedraft generate``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from pagedraft.decoding.params import SamplingParams
+from pagedraft.scheduler.demo import run_demo
+from pagedraft.scheduler.llm import LLM, SPECULATE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; errors of the user's input end with one line and exit status 2."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.command(args)
+    except (ValueError, TypeError, FileNotFoundError, RuntimeError, OSError) as error:
+        if args.traceback:
+            raise
+        print(f"pagedraft: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\npagedraft: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pagedraft", description="Low-latency LLM decoding with exact speculation."
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    demo = commands.add_parser("demo", help="run a batch of requests with and without speculation")
+    _add_model_options(demo)
+    demo.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
+    demo.set_defaults(command=_demo)
+
+    generate = commands.add_parser("generate", help="answer one prompt")
+    generate.add_argument("prompt", help='the prompt, or "-" to read standard input')
+    _add_model_options(generate)
+    generate.add_argument("--max-tokens", type=int, default=256, help="longest answer (256)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    generate.add_argument("--seed", type=int, default=None, help="fixes the sampling noise")
+    generate.add_argument(
+        "--raw", action="store_true", help="continue the text; do not use the chat template"
+    )
+    generate.set_defaults(command=_generate)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="demo", help="local folder, hub id or demo (demo)")
+    parser.add_argument("--draft", default=None, help="draft model: local folder or hub id")
+    parser.add_argument(
+        "--speculate", default="auto", choices=SPECULATE, help="where drafts come from (auto)"
+    )
+    parser.add_argument("--k", type=_draft_length, default="auto", help="drafts a step, or auto")
+    parser.add_argument("--dtype", default="auto", help="of the weights: bf16, fp16, fp32, auto")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument(
+        "--kv-tokens", type=int, default=None, help="capacity of the KV pool (from free memory)"
+    )
+
+
+def _draft_length(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _load(args: argparse.Namespace) -> LLM:
+    return LLM(
+        args.model,
+        args.draft,
+        speculate=args.speculate,
+        k=args.k,
+        dtype=args.dtype,
+        device=args.device,
+        kv_tokens=args.kv_tokens,
+    )
+
+
+def _demo(args: argparse.Namespace) -> int:
+    return run_demo(_load(args), args.max_tokens)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    params = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
+    )
+    llm = _load(args)
+    if llm.tokenizer is None:
+        raise ValueError(f"--model: {args.model!r} has no tokenizer, so it cannot read text")
+    has_template = llm.tokenizer.chat_template is not None
+    if has_template and not args.raw:
+        token_ids = llm.chat_ids([{"role": "user", "content": prompt}])
+    else:
+        token_ids = llm.tokenizer.encode(prompt)
+    began = time.perf_counter()
+    output: list[int] = []
+    shown = ""
+    for tokens in llm.stream(token_ids, params):
+        output.extend(tokens)
+        text = llm.decode(output)
+        if not text.endswith("\ufffd"):  # the first bytes of a character wait for the rest
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print(llm.decode(output)[len(shown) :])
+    seconds = time.perf_counter() - began
+    print(
+        f"{len(output)} tokens in {seconds:.2f} s, {len(output) / seconds:.1f} tok/s",
+        file=sys.stderr,
+    )
+    return 0

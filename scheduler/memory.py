@@ -1,0 +1,33 @@
+"""How many KV tokens fit: from free memory, and never more than the rows could use."""
+
+from __future__ import annotations
+
+import torch
+
+CUDA_SHARE = 0.85  # of free device memory: the rest is for activations and graphs
+CPU_SHARE = 0.25  # of available memory: other programs live there too
+
+
+def default_kv_tokens(
+    bytes_per_token: int, device: torch.device, max_positions: int, max_rows: int
+) -> int:
+    """Capacity of the KV pool in tokens when the user named none.
+
+    bytes_per_token: of all models' pools together.
+    """
+    budget = _free_bytes(device) * (CUDA_SHARE if device.type == "cuda" else CPU_SHARE)
+    fitting = int(budget) // bytes_per_token
+    useful = max_positions * max_rows
+    if device.type == "cpu":
+        useful = min(useful, max(max_positions, 1024 * max_rows))
+    return max(1, min(fitting, useful))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4 * 2**30
