@@ -1,0 +1,136 @@
+"""Record what the launchers would launch, without a GPU.
+
+``JITFunction.run`` is replaced by a recorder that sends the arguments through Triton's own binder,
+so a signature here has exactly the types, constexprs and specialisations (divisible by 16, equal to
+1) that a launch of that call has on a device. Nothing runs. Only for a process in which
+``TRITON_INTERPRET`` was 0 when Triton was imported: an interpreted kernel cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from pagedraft.kernels.dispatch import INTERPRETED, use_implementation
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a public op: ``run`` may launch any number of kernels."""
+
+    op: str
+    case: str
+    run: Callable[[], object]
+
+
+@dataclass
+class Launch:
+    """One distinct kernel launch, as one target's compiler would get it.
+
+    cases: the calls that lead to it.
+    source, options: what ``triton.compile`` takes; ``error`` instead where the target refuses the
+    launch's options.
+    """
+
+    op: str
+    kernel: str
+    target: str
+    grid: tuple[int, ...]
+    source: ASTSource | None
+    options: dict[str, Any]
+    error: str | None = None
+    cases: list[str] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """Equal for launches that share one compiled kernel."""
+        if self.source is None:
+            return f"{self.kernel}|{self.target}|{self.error}"
+        specialisation = (self.source.signature, self.source.constants, self.source.attrs)
+        options = sorted(self.options.items())
+        return f"{self.kernel}|{self.target}|{specialisation}|{options}"
+
+
+@functools.cache
+def _binder(fn: JITFunction, target: GPUTarget) -> tuple[Any, Callable]:
+    backend = make_backend(target)
+    return backend, create_function_from_signature(fn.signature, fn.params, backend)
+
+
+def bind_launch(
+    op: str,
+    fn: JITFunction,
+    target_name: str,
+    target: GPUTarget,
+    grid: Any,
+    args: tuple,
+    kwargs: dict,
+) -> Launch:
+    """Turn one launch into what ``target``'s compiler gets, as ``JITFunction.run`` does."""
+    backend, binder = _binder(fn, target)
+    bound, specialization, options = binder(*args, **kwargs)
+    sizes = grid(bound) if callable(grid) else grid
+    launch = Launch(op, fn.__name__, target_name, tuple(sizes), source=None, options={})
+    try:
+        parsed, signature, constexprs, attrs = fn._pack_args(
+            backend, kwargs, bound, specialization, options
+        )
+    except (KeyError, ValueError, AssertionError) as error:
+        launch.error = f"{type(error).__name__}: {error}"
+        return launch
+    launch.source = ASTSource(fn, signature, constexprs, attrs)
+    launch.options = dict(parsed.__dict__)
+    return launch
+
+
+@contextmanager
+def launches_recorded(
+    op: str, targets: Mapping[str, GPUTarget], found: list[Launch]
+) -> Iterator[None]:
+    """Append every launch inside the ``with`` block to ``found``, once for each target."""
+    if INTERPRETED:
+        raise RuntimeError(
+            "TRITON_INTERPRET: expected 0, got 1 (interpreted kernels do not compile)"
+        )
+
+    def record(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        for name, target in targets.items():
+            found.append(bind_launch(op, fn, name, target, grid, args, kwargs))
+
+    original = JITFunction.run
+    JITFunction.run = record
+    try:
+        with use_implementation("triton"):
+            yield
+    finally:
+        JITFunction.run = original
+
+
+def record_calls(
+    calls: list[Call], targets: Mapping[str, GPUTarget]
+) -> tuple[list[Launch], list[tuple[Call, str]]]:
+    """Return the distinct launches of ``calls`` and the calls that raised or launched nothing."""
+    distinct: dict[str, Launch] = {}
+    failed: list[tuple[Call, str]] = []
+    for call in calls:
+        found: list[Launch] = []
+        try:
+            with launches_recorded(call.op, targets, found):
+                call.run()
+        except Exception as error:
+            failed.append((call, f"{type(error).__name__}: {error}"))
+            continue
+        if not found:
+            failed.append((call, "launched no kernel"))
+        for launch in found:
+            first = distinct.setdefault(launch.key, launch)
+            if call.case not in first.cases:
+                first.cases.append(call.case)
+    return list(distinct.values()), failed

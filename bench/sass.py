@@ -1,0 +1,127 @@
+"""What a compiled kernel's machine code says: registers, spills, load widths, tensor-core use."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton.backends.nvidia
+
+NVIDIA_TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
+
+_SASS_LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+_SASS_MMA = re.compile(r"^(HMMA|HGMMA|UTC\w*MMA|QGMMA|QMMA|IMMA|IGMMA|DMMA)")
+_SASS_TMA = re.compile(r"^(UTMALDG|UBLKCP)")
+_SASS_SPILL = re.compile(r"^(LDL|STL)\b")
+_SASS_RESOURCE = re.compile(r"(REG|STACK|LOCAL):(\d+)")
+_SASS_BITS = ((".128", 128), (".64", 64), (".U16", 16), (".S16", 16), (".U8", 8), (".S8", 8))
+
+_GCN_LINE = re.compile(r"^\s+([a-z][a-z0-9_]+)\b")
+_GCN_LOAD = re.compile(r"^(?:global|buffer|flat)_load_(\w+)$")
+_GCN_BITS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
+_GCN_FIELD = r"\.{name}:\s+(\d+)"
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Counts over the whole kernel, not weighted by trips.
+
+    registers: 32-bit registers a thread (on AMD: vector registers of both kinds).
+    spill_bytes: stack bytes a thread.
+    loads: global loads (async copies included) by width in bits; bulk (TMA) copies are under 0.
+    mma: tensor-core instructions by mnemonic.
+    """
+
+    registers: int
+    spill_bytes: int
+    instructions: int
+    loads: dict[int, int]
+    mma: dict[str, int]
+    tf32: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain types; load widths become strings, as JSON keys are."""
+        return {**asdict(self), "loads": {str(bits): n for bits, n in self.loads.items()}}
+
+
+def machine_code(asm: Mapping[str, Any]) -> MachineCode:
+    """Read a compiled kernel's ``asm`` (as ``triton.compile`` returns it) for either vendor."""
+    if "cubin" in asm:
+        return _read_cubin(asm["cubin"], asm["ptx"])
+    return _read_gcn(asm["amdgcn"])
+
+
+def _run_tool(name: str, *arguments: str) -> str:
+    command = [str(NVIDIA_TOOLS / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _read_cubin(cubin: bytes, ptx: str) -> MachineCode:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _run_tool("cuobjdump", "--dump-resource-usage", file.name)
+        text = _run_tool("nvdisasm", "-c", file.name)
+    resources: Counter[str] = Counter()
+    for name, value in _SASS_RESOURCE.findall(usage):
+        resources[name] += int(value)
+    names = [m.group(1) for line in text.splitlines() if (m := _SASS_LINE.match(line))]
+    spilled = any(_SASS_SPILL.match(name) for name in names)
+    stack = resources["STACK"] + resources["LOCAL"]
+    return MachineCode(
+        registers=resources["REG"],
+        spill_bytes=max(stack, int(spilled)),
+        instructions=len(names),
+        loads=_sorted_counts(_sass_load_bits(name) for name in names),
+        mma=_sorted_counts(m.group(1) if (m := _SASS_MMA.match(n)) else None for n in names),
+        tf32=bool(re.search(r"\.tf32\b|kind::tf32", ptx)),
+    )
+
+
+def _sass_load_bits(name: str) -> int | None:
+    if _SASS_TMA.match(name):
+        return 0
+    if not name.startswith(("LDG", "LDGSTS")):
+        return None
+    return next((bits for mark, bits in _SASS_BITS if mark in name), 32)
+
+
+def _read_gcn(text: str) -> MachineCode:
+    names = [m.group(1) for line in text.splitlines() if (m := _GCN_LINE.match(line))]
+    mma = _sorted_counts("MFMA" if name.startswith("v_mfma") else None for name in names)
+    return MachineCode(
+        registers=_gcn_field(text, "vgpr_count"),
+        spill_bytes=max(
+            _gcn_field(text, "private_segment_fixed_size"),
+            4 * _gcn_field(text, "vgpr_spill_count"),
+        ),
+        instructions=len(names),
+        loads=_sorted_counts(_gcn_load_bits(name) for name in names),
+        mma=mma,
+        tf32=any("xf32" in name for name in names),
+    )
+
+
+def _gcn_field(text: str, name: str) -> int:
+    match = re.search(_GCN_FIELD.format(name=name), text)
+    return int(match.group(1)) if match else 0
+
+
+def _gcn_load_bits(name: str) -> int | None:
+    match = _GCN_LOAD.match(name)
+    if not match:
+        return None
+    kind = match.group(1)
+    if kind in _GCN_BITS:
+        return _GCN_BITS[kind]
+    return 8 if "byte" in kind else 16
+
+
+def _sorted_counts(items: Any) -> dict[Any, int]:
+    return dict(sorted(Counter(item for item in items if item is not None).items()))

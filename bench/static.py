@@ -1,0 +1,231 @@
+"""Compile every kernel for every target without a GPU and report what the machine code says.
+
+    python -m pagedraft.bench.static [--targets sm_90,gfx942] [--op linear] [--quick] [--json file]
+
+Exit status 1 on a compile failure, on shared memory over the target's limit, and on a spill in one
+of ``HOT_OPS``. The JSON is sorted, so that two versions can be compared with ``diff``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "0"
+    os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "static-cache"))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from pagedraft.bench.fork_map import fork_map  # noqa: E402
+from pagedraft.bench.record import Call, Launch, record_calls  # noqa: E402
+from pagedraft.bench.sass import MachineCode, machine_code  # noqa: E402
+from pagedraft.bench.static_calls import calls  # noqa: E402
+from pagedraft.bench.table import print_table  # noqa: E402
+from pagedraft.kernels.dispatch import OPS  # noqa: E402
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# Bytes of shared memory that one program may use.
+SHARED_LIMITS = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "gfx942": 64 * 1024,
+}
+# Ops of the inner step loop: here a spill is an error.
+HOT_OPS = frozenset({"rms_norm", "linear", "write_kv", "paged_attention", "gated_mlp"})
+
+
+@dataclass(frozen=True)
+class Result:
+    """One kernel on one target; ``problem`` says why it counts as failed."""
+
+    op: str
+    kernel: str
+    target: str
+    cases: tuple[str, ...]
+    constexprs: dict[str, Any]
+    num_warps: int = 0
+    num_stages: int = 0
+    shared_bytes: int = 0
+    code: MachineCode | None = None
+    problem: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain types."""
+        fields = dict(self.__dict__, cases=list(self.cases))
+        return {**fields, "code": self.code.to_json() if self.code else None}
+
+
+def compile_launch(launch: Launch) -> Result:
+    """Compile one launch for its target and judge the machine code."""
+    about = _about(launch)
+    if launch.error:
+        return Result(**about, problem=f"does not compile: {launch.error}")
+    target = TARGETS[launch.target]
+    try:
+        compiled = triton.compile(launch.source, target=target, options=launch.options)
+    except Exception as error:
+        return Result(**about, problem=f"does not compile: {_first_lines(error)}")
+    code = machine_code(compiled.asm)
+    shared = compiled.metadata.shared
+    return Result(
+        **about,
+        num_warps=compiled.metadata.num_warps,
+        num_stages=compiled.metadata.num_stages,
+        shared_bytes=shared,
+        code=code,
+        problem=_judge(launch, code, shared),
+    )
+
+
+def _about(launch: Launch) -> dict[str, Any]:
+    names = launch.source.fn.arg_names if launch.source else []
+    constants = launch.source.constants.items() if launch.source else ()
+    return {
+        "op": launch.op,
+        "kernel": launch.kernel,
+        "target": launch.target,
+        "cases": tuple(launch.cases),
+        "constexprs": {names[path[0]]: _plain(value) for path, value in constants},
+    }
+
+
+def _judge(launch: Launch, code: MachineCode, shared: int) -> str | None:
+    limit = SHARED_LIMITS[launch.target]
+    if shared > limit:
+        return f"shared memory: {shared} bytes of {limit}"
+    if code.spill_bytes and launch.op in HOT_OPS:
+        return f"spills {code.spill_bytes} bytes a thread"
+    return None
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def _first_lines(error: Exception, limit: int = 600) -> str:
+    return f"{type(error).__name__}: {error}"[:limit]
+
+
+def check(
+    wanted: Iterable[Call], target_names: Iterable[str], *, num_processes: int | None = None
+) -> list[Result]:
+    """Compile all launches of ``wanted`` for the named targets; calls that raise are failures."""
+    targets = {name: TARGETS[name] for name in target_names}
+    launches, failed = record_calls(list(wanted), targets)
+    results = [
+        Result(call.op, "-", name, (call.case,), {}, problem=f"call failed: {message}")
+        for call, message in failed
+        for name in targets
+    ]
+    compiled = fork_map(compile_launch, launches, num_processes or os.cpu_count() or 1)
+    for launch, result in zip(launches, compiled, strict=True):
+        died = "does not compile: the compiler's process died"
+        results.append(result or Result(**_about(launch), problem=died))
+    return sorted(results, key=lambda r: (r.op, r.kernel, r.target, r.cases))
+
+
+HEADERS = (
+    *("kernel", "target", "case", "warps", "stages", "regs", "spill"),
+    *("shared", "loads", "mma", "tf32", "instr", "verdict"),
+)
+
+
+def _row(result: Result) -> list[str]:
+    more = f" +{len(result.cases) - 1}" if len(result.cases) > 1 else ""
+    cells = [result.kernel, result.target, result.cases[0] + more]
+    if result.code is None:
+        return [*cells, *["-"] * 9, result.problem.splitlines()[0][:80]]
+    code = result.code
+    loads = " ".join(f"{bits or 'tma'}:{n}" for bits, n in sorted(code.loads.items(), reverse=True))
+    return [
+        *cells,
+        str(result.num_warps),
+        str(result.num_stages),
+        str(code.registers),
+        str(code.spill_bytes),
+        f"{result.shared_bytes / 1024:.1f}/{SHARED_LIMITS[result.target] // 1024}",
+        loads,
+        " ".join(f"{name}:{n}" for name, n in code.mma.items()),
+        "tf32" if code.tf32 else "",
+        str(code.instructions),
+        result.problem or "ok",
+    ]
+
+
+def _calls_of_file(path: str) -> list[Call]:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--calls: expected a Python file, got {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return list(module.calls())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m pagedraft.bench.static", description=__doc__)
+    parser.add_argument("--targets", default=",".join(TARGETS), help="comma-separated names")
+    parser.add_argument("--op", default=",".join(OPS), help="comma-separated ops")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--calls", help="Python file with a calls() of its own instead of the ops")
+    parser.add_argument("--processes", type=int, default=None)
+    parser.add_argument("--json", type=Path, default=None, help="also write the results here")
+    options = parser.parse_args(arguments)
+    names = options.targets.split(",")
+    if unknown := sorted(set(names) - set(TARGETS)):
+        parser.error(f"--targets: unknown {unknown}, expected some of {list(TARGETS)}")
+    if unknown := sorted(set(options.op.split(",")) - set(OPS)):
+        parser.error(f"--op: unknown {unknown}, expected some of {list(OPS)}")
+    if options.calls:
+        wanted = _calls_of_file(options.calls)
+    else:
+        wanted = list(calls(quick=options.quick, ops=tuple(options.op.split(","))))
+    results = check(wanted, names, num_processes=options.processes)
+    return _report(results, options.json)
+
+
+def _report(results: list[Result], json_path: Path | None) -> int:
+    title = f"torch {torch.__version__}, triton {triton.__version__}"
+    print_table(title, HEADERS, [_row(result) for result in results])
+    failures = [result for result in results if result.problem]
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for failure in failures:
+        where = f"{failure.target} ({', '.join(failure.cases)})"
+        grouped.setdefault((failure.op, failure.kernel, failure.problem or ""), []).append(where)
+    for (op, kernel, problem), where in grouped.items():
+        print(f"\nFAILED {op} {kernel} on {'; '.join(where)}\n{problem}")
+    print(f"\n{len(results)} kernels x targets, {len(failures)} failed")
+    if json_path:
+        document = {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "results": [result.to_json() for result in results],
+        }
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

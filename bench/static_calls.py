@@ -1,0 +1,216 @@
+"""The calls whose launches ``bench/static.py`` compiles: public ops at real shapes.
+
+Tensors are CPU memory that nobody reads or writes (``torch.empty`` maps pages lazily), so even 8B
+shapes cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from pagedraft.bench.record import Call
+from pagedraft.bench.shapes import (
+    DECODE_1,
+    DECODE_8,
+    DTYPES,
+    LLAMA_8B,
+    PREFILL,
+    SMOL_135M,
+    VERIFY_1,
+    VERIFY_8,
+    ModelShape,
+    StepShape,
+)
+from pagedraft.kernels.dispatch import OPS
+
+BLOCK_SIZE = 64
+MAX_POSITIONS = 131072
+QUICK_CASES = (
+    (LLAMA_8B, DECODE_8, "bf16"),
+    (LLAMA_8B, VERIFY_8, "bf16"),
+    (LLAMA_8B, PREFILL, "bf16"),
+    (SMOL_135M, DECODE_8, "fp16"),
+    (SMOL_135M, VERIFY_1, "fp32"),
+)
+FULL_CASES = tuple(
+    (model, step, dtype)
+    for model in (LLAMA_8B, SMOL_135M)
+    for step in (DECODE_1, DECODE_8, VERIFY_1, VERIFY_8, PREFILL)
+    for dtype in DTYPES
+)
+
+
+def calls(*, quick: bool = False, ops: tuple[str, ...] = OPS) -> Iterator[Call]:
+    """Yield the calls of ``ops``; ``quick`` keeps one or two shapes of each kind."""
+    for op in ops:
+        make = CALLS[op]
+        for model, step, dtype in QUICK_CASES if quick else FULL_CASES:
+            case = f"{model.name}-{step.name}-{dtype}"
+            for suffix, run in make(model, step, DTYPES[dtype]):
+                yield Call(op, case + suffix, run)
+
+
+Runs = Iterator[tuple[str, Callable[[], object]]]
+
+
+def _rms_norm(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
+    def tensors() -> list[torch.Tensor]:
+        shape = (step.num_tokens, model.embed_dim)
+        return [torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)]
+
+    def plain() -> None:
+        from pagedraft.kernels.rms_norm import rms_norm
+
+        rms_norm(tensors()[0], torch.empty(model.embed_dim, dtype=dtype), 1e-5)
+
+    def add() -> None:
+        from pagedraft.kernels.rms_norm import add_rms_norm
+
+        add_rms_norm(*tensors(), torch.empty(model.embed_dim, dtype=dtype), 1e-5)
+
+    yield "", plain
+    yield "-add", add
+
+
+def linear_sizes(model: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return (out, in) features of a layer's projections by name."""
+    return {
+        "qkv": (model.qkv_dim, model.embed_dim),
+        "o": (model.embed_dim, model.attention_dim),
+        "gate_up": (2 * model.mlp_dim, model.embed_dim),
+        "down": (model.embed_dim, model.mlp_dim),
+    }
+
+
+def _linear(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
+    def run(num_out: int, num_in: int, has_residual: bool) -> None:
+        from pagedraft.kernels.linear import linear, pack_linear
+
+        packed = pack_linear(torch.empty(num_out, num_in, dtype=dtype))
+        x_TI = torch.empty(step.num_tokens, num_in, dtype=dtype)
+        residual_TO = torch.empty(step.num_tokens, num_out, dtype=dtype) if has_residual else None
+        linear(x_TI, packed, residual_TO=residual_TO)
+
+    for name, (num_out, num_in) in linear_sizes(model).items():
+        has_residual = name in ("o", "down")
+        yield f"-{name}", lambda o=num_out, i=num_in, r=has_residual: run(o, i, r)
+
+
+def step_tensors(model: ModelShape, step: StepShape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return unread tensors of one attention step over a pool of just enough blocks."""
+    blocks_a_row = -(-step.context // BLOCK_SIZE)
+    pool = (1 + step.num_rows * blocks_a_row, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
+    rows, tokens = step.num_rows, step.num_tokens
+    return {
+        "q_THD": torch.empty(tokens, model.num_heads, model.head_dim, dtype=dtype),
+        "k_cache_NGBD": torch.empty(pool, dtype=dtype),
+        "v_cache_NGBD": torch.empty(pool, dtype=dtype),
+        "block_table_RM": torch.empty(rows, blocks_a_row, dtype=torch.int32),
+        "query_starts_R1": torch.empty(rows + 1, dtype=torch.int32),
+        "kv_lens_R": torch.empty(rows, dtype=torch.int32),
+    }
+
+
+def _write_kv(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
+    def run(has_qk_norm: bool) -> None:
+        from pagedraft.kernels.write_kv import write_kv
+
+        caches = step_tensors(model, step, dtype)
+        norm_D = torch.empty(model.head_dim, dtype=dtype) if has_qk_norm else None
+        table_PR = torch.empty(MAX_POSITIONS, model.head_dim // 2, dtype=torch.float32)
+        write_kv(
+            torch.empty(step.num_tokens, model.qkv_dim, dtype=dtype),
+            table_PR,
+            torch.empty_like(table_PR),
+            torch.empty(step.num_tokens, dtype=torch.int32),
+            torch.empty(step.num_tokens, dtype=torch.int64),
+            caches["k_cache_NGBD"],
+            caches["v_cache_NGBD"],
+            model.num_heads,
+            q_norm_D=norm_D,
+            k_norm_D=norm_D,
+        )
+
+    yield "", lambda: run(False)
+    yield "-qk_norm", lambda: run(True)
+
+
+def _paged_attention(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
+    def run() -> None:
+        from pagedraft.kernels.paged_attention import paged_attention
+
+        paged_attention(
+            **step_tensors(model, step, dtype), max_query_len=step.span, max_kv_len=step.context
+        )
+
+    yield "", run
+
+
+def _gated_mlp(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
+    def run(activation: str) -> None:
+        from pagedraft.kernels.gated_mlp import gated_mlp
+
+        gated_mlp(torch.empty(step.num_tokens, 2 * model.mlp_dim, dtype=dtype), activation)
+
+    yield "-silu", lambda: run("silu")
+    yield "-gelu_tanh", lambda: run("gelu_tanh")
+
+
+def _num_logit_rows(step: StepShape) -> int:
+    return min(step.num_tokens, 40)
+
+
+def _sample(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
+    def run() -> None:
+        from pagedraft.kernels.sample import SampleBatch, sample
+
+        rows = _num_logit_rows(step)
+        batch = SampleBatch(
+            torch.empty(rows, dtype=torch.float32),
+            torch.empty(rows, dtype=torch.int64),
+            torch.empty(rows, dtype=torch.int64),
+        )
+        sample(torch.empty(rows, model.vocab_size, dtype=dtype), batch)
+
+    yield "", run
+
+
+def _verify(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
+    def run() -> None:
+        from pagedraft.kernels.verify import verify
+
+        num_drafts = step.num_rows * (step.span - 1)
+        verify(
+            torch.empty(num_drafts, dtype=torch.int64),
+            torch.empty(step.num_rows + 1, dtype=torch.int32),
+            torch.empty(step.num_tokens, dtype=torch.int64),
+        )
+
+    if 1 < step.span <= 64:
+        yield "", run
+
+
+def _logprobs(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
+    def run(top_n: int) -> None:
+        from pagedraft.kernels.logprobs import logprobs
+
+        rows = _num_logit_rows(step)
+        logits_QV = torch.empty(rows, model.vocab_size, dtype=dtype)
+        logprobs(logits_QV, torch.empty(rows, dtype=torch.int64), top_n)
+
+    for top_n in (0, 5):
+        yield f"-top{top_n}", lambda n=top_n: run(n)
+
+
+CALLS: dict[str, Callable[[ModelShape, StepShape, torch.dtype], Runs]] = {
+    "rms_norm": _rms_norm,
+    "linear": _linear,
+    "write_kv": _write_kv,
+    "paged_attention": _paged_attention,
+    "gated_mlp": _gated_mlp,
+    "sample": _sample,
+    "verify": _verify,
+    "logprobs": _logprobs,
+}
