@@ -34,35 +34,13 @@ FORMATS = {
     tl.float8e4nv: Format(torch.float8_e4m3fn, np.uint8, torch.uint8),
     tl.float8e5: Format(torch.float8_e5m2, np.uint8, torch.uint8),
 }
-ARITHMETIC_OPS = (  # fmt: skip
-    "fadd",
-    "fsub",
-    "fmul",
-    "fdiv",
-    "frem",
-    "fneg",
-    "fma",
-    "fabs",
-    "clampf",
-    "precise_divf",
-    "approx_divf",
-    "minimumf",
-    "maximumf",
-    "minnumf",
-    "maxnumf",
-    "floor",
-    "ceil",
-    "sqrt",
-    "precise_sqrt",
-    "rsqrt",
-    "exp",
-    "exp2",
-    "log",
-    "log2",
-    "sin",
-    "cos",
-    "erf",
+# fmt: off
+ARITHMETIC_OPS = (
+    "fadd", "fsub", "fmul", "fdiv", "frem", "fneg", "fma", "fabs", "clampf", "precise_divf",
+    "approx_divf", "minimumf", "maximumf", "minnumf", "maxnumf", "floor", "ceil", "sqrt",
+    "precise_sqrt", "rsqrt", "exp", "exp2", "log", "log2", "sin", "cos", "erf",
 )
+# fmt: on
 COMPARISONS = tuple(
     f"fcmp{order}{test}" for order in "OU" for test in ("LT", "GT", "LE", "GE", "EQ", "NE")
 )
