@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+# Suffix lengths tried, longest first. Tokens per pass (share of drafts accepted), 8 drafts, teacher
+# forced with SmolLM2's tokenizer: 60 excerpts of the standard library with 2 to 5 small edits (48k
+# tokens, the original in the prompt), the same excerpts without an original, and repeated rows.
+#
+#                                      edits        no original  rows
+#   4, 3, 2                            6.42 (0.74)  1.36 (0.17)  8.69
+#   8, 7, 6, 5, 4, 3, 2                7.06 (0.84)  1.36 (0.17)  8.69
+#   8, 4, 2                            7.04 (0.83)  1.36 (0.17)  8.69
+#   8, 4, 2, 1                         7.14 (0.79)  1.52 (0.10)  8.69
+#   16, 8, 4, 2                        7.25 (0.86)  1.36 (0.17)  8.69
+#   8, 4, 2 without running on         7.04 (0.83)  1.36 (0.17)  4.71
+#
+# Length 8 pays on edits; the lengths between do not, at over twice the memory. Length 1 drafts at
+# nearly every position: it wins only where a draft costs less than about 4 % of a pass.
+LENGTHS = (8, 4, 2)
 
 
 class NgramIndex:
@@ -11,20 +27,16 @@ class NgramIndex:
     **Units**: positions and lengths are tokens. An n-gram that ends at ``end`` covers
     ``tokens[end - n : end]``, so what followed it begins at ``end``.
 
-    **Cost**: a committed token costs ``max_ngram - min_ngram + 1`` dictionary writes, a proposal at
-    most as many look-ups plus its length; neither grows with the context.
+    **Cost**: a token costs one dictionary write for each of ``lengths`` (about 2 us and 450 bytes
+    in all), a proposal at most as many look-ups plus its length; neither grows with the context.
 
-    **Source**: Saxena, Prompt Lookup Decoding, 2023.
+    **Source**: Saxena, "Prompt Lookup Decoding", 2023.
     """
 
-    def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
-        if not 1 <= min_ngram <= max_ngram:
-            raise ValueError(
-                "min_ngram, max_ngram: expected 1 <= min_ngram <= max_ngram, "
-                f"got {min_ngram}, {max_ngram}"
-            )
-        self.max_ngram = max_ngram
-        self.min_ngram = min_ngram
+    def __init__(self, lengths: Sequence[int] = LENGTHS) -> None:
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"lengths: expected n-gram lengths of at least 1, got {lengths}")
+        self.lengths = tuple(sorted(set(lengths), reverse=True))
         self._tokens: list[int] = []
         self._last_end: dict[tuple[int, ...], int] = {}
 
@@ -35,23 +47,24 @@ class NgramIndex:
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append committed tokens."""
-        for token in token_ids:
-            # An n-gram is entered when a token follows it, so the current suffix never finds itself
-            end = len(self._tokens)
-            for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
-                self._last_end[tuple(self._tokens[end - n :])] = end
-            self._tokens.append(token)
+        tokens, old_end = self._tokens, len(self._tokens)
+        tokens.extend(token_ids)
+        for n in self.lengths:
+            # Ends before the current one only: the current suffix must not find itself.
+            ends = range(max(n, old_end), len(tokens))
+            if ends:
+                columns = (tokens[ends.start - n + i : ends.stop - n + i] for i in range(n))
+                self._last_end.update(zip(zip(*columns, strict=True), ends, strict=True))
 
     def propose(self, k: int) -> list[int]:
-        """Up to ``k`` tokens that followed the latest earlier copy of the longest known suffix."""
-        end = len(self._tokens)
-        for n in range(min(self.max_ngram, end), self.min_ngram - 1, -1):
-            start = self._last_end.get(tuple(self._tokens[end - n :]))
-            if start is not None:
-                return self._copy(start, k)
-        return []
+        """``k`` tokens after the latest earlier copy of the longest known suffix, else none.
 
-    def _copy(self, start: int, k: int) -> list[int]:
-        drafts = self._tokens[start : start + k]
-        period = len(self._tokens) - start
-        return [drafts[i % period] for i in range(k)]
+        Where the copy's continuation reaches the end of the context it runs on into the proposal
+        itself, so text that repeats is continued for all of ``k``.
+        """
+        end = len(self._tokens)
+        for n in self.lengths:
+            start = self._last_end.get(tuple(self._tokens[end - n :])) if n <= end else None
+            if start is not None:
+                return [self._tokens[start + i % (end - start)] for i in range(k)]
+        return []
