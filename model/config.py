@@ -171,6 +171,10 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     given = values.get(name) or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"{name}: expected an object, got {given!r}")
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ValueError(
+            f"{name}: expected one rope for all layers, got one each for {list(given)}"
+        )
     given = {key: value for key, value in given.items() if value is not None}
     theta = _number({"rope_theta": values.get("rope_theta", 10000.0), **given}, "rope_theta")
     rope_type = _choice(
@@ -188,9 +192,10 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
         "original_max_position_embeddings", values.get("max_position_embeddings")
     )
     scaling = {**given, "rope_type": rope_type, "original_max_position_embeddings": trained}
-    numbers = {key: _number(scaling, key, prefix=f"{name}.") for key in ROPE_TYPES[rope_type]}
     unused = ("type", "rope_theta", "partial_rotary_factor")
-    return theta, {k: v for k, v in scaling.items() if k not in unused} | numbers
+    scaling = {key: value for key, value in scaling.items() if key not in unused}
+    numbers = {key: _number(scaling, key, prefix=f"{name}.") for key in ROPE_TYPES[rope_type]}
+    return theta, scaling | numbers
 
 
 def _head_dim(values: Mapping[str, Any], family_default: int | None) -> int:
