@@ -134,9 +134,8 @@ def check(
     targets = {name: TARGETS[name] for name in target_names}
     launches, failed = record_calls(list(wanted), targets)
     results = [
-        Result(call.op, "-", name, (call.case,), {}, problem=f"call failed: {message}")
+        Result(call.op, "-", "all", (call.case,), {}, problem=f"call failed: {message}")
         for call, message in failed
-        for name in targets
     ]
     compiled = fork_map(compile_launch, launches, num_processes or os.cpu_count() or 1)
     for launch, result in zip(launches, compiled, strict=True):
