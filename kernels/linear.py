@@ -14,8 +14,11 @@ row's bits do not depend on T. ``exact=False`` on a GPU calls ``torch.matmul`` a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from pagedraft.kernels import linear_cpu
 from pagedraft.kernels.check import check_dtype, check_same_device, check_shape
@@ -92,6 +95,167 @@ def linear_ref(
     return y_TO.to(x_TI.dtype)
 
 
+@triton.jit
+def _grouped_tile(program, num_tiles_t, num_tiles_o, GROUP_T: tl.constexpr):
+    """Return (row tile, output tile): GROUP_T row tiles share each output tile, then the next."""
+    group = program // (GROUP_T * num_tiles_o)
+    inside = program % (GROUP_T * num_tiles_o)
+    size = tl.minimum(num_tiles_t - group * GROUP_T, GROUP_T)
+    return group * GROUP_T + inside % size, inside // size
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    num_rows,
+    num_out,
+    num_in,
+    stride_xt,
+    stride_rt,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_EVEN_I: tl.constexpr,
+    GROUP_T: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    num_tiles_t, num_tiles_o = tl.cdiv(num_rows, BLOCK_T), tl.cdiv(num_out, BLOCK_O)
+    tile_t, tile_o = _grouped_tile(tl.program_id(0), num_tiles_t, num_tiles_o, GROUP_T)
+    first_t, first_o = (tile_t * BLOCK_T).to(tl.int64), (tile_o * BLOCK_O).to(tl.int64)
+    # Rows past the end read the last row again: loads need no mask, and nothing of it is stored.
+    offs_t = tl.minimum(tl.arange(0, BLOCK_T), num_rows - 1 - tile_t * BLOCK_T)
+    offs_o = tl.minimum(tl.arange(0, BLOCK_O), num_out - 1 - tile_o * BLOCK_O)
+    offs_i = tl.arange(0, BLOCK_I)
+    # One 64-bit base and 32-bit offsets inside the tile: half the registers of 64-bit pointers.
+    x_base, w_base = x_ptr + first_t * stride_xt, w_ptr + first_o * num_in
+    offs_x = offs_t[:, None] * stride_xt + offs_i[None, :]
+    offs_w = offs_o[None, :] * num_in + offs_i[:, None]
+    acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
+    for start in range(0, num_in, BLOCK_I):
+        if IS_EVEN_I:
+            x = tl.load(x_base + offs_x)  # [BLOCK_T, BLOCK_I]
+            w = tl.load(w_base + offs_w)  # [BLOCK_I, BLOCK_O]
+        else:
+            mask_i = start + offs_i < num_in
+            x = tl.load(x_base + offs_x, mask=mask_i[None, :], other=0.0)
+            w = tl.load(w_base + offs_w, mask=mask_i[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+        x_base += BLOCK_I
+        w_base += BLOCK_I
+    rows_t = first_t + tl.arange(0, BLOCK_T)
+    outs_o = first_o + tl.arange(0, BLOCK_O)
+    mask_o = outs_o < num_out
+    mask = (rows_t < num_rows)[:, None] & mask_o[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + outs_o, mask=mask_o, other=0.0)[None, :].to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + rows_t[:, None] * stride_rt + outs_o[None, :]
+        acc += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
+    y_ptrs = y_ptr + rows_t[:, None] * num_out + outs_o[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Tile of one program: BLOCK_T rows x BLOCK_O outputs, BLOCK_I inputs a step."""
+
+    block_t: int
+    block_o: int
+    block_i: int
+    group_t: int
+    num_warps: int
+    num_stages: int
+
+
+def linear_config(num_rows: int, num_out: int, element_size: int) -> LinearConfig:
+    """Return the tile for ``num_rows`` rows; block_i never depends on them (exactness).
+
+    No tile compiles to HGMMA, whose sums may differ from HMMA's: on sm_90 that takes 64 rows and a
+    multiple of 4 warps, so the 64-row tile has 2. At most 64 KB of shared memory (gfx942).
+    """
+    if element_size == 4:
+        return LinearConfig(16 if num_rows <= 16 else 32, 32, 32, 8, 4, 2)
+    # 32 outputs a program give 128 programs for 4096 outputs: about one a multiprocessor.
+    block_o = 32 if num_out <= 8192 else 64
+    if num_rows <= 16:
+        return LinearConfig(16, block_o, 64, 1, 4, 7)
+    if num_rows <= 32:
+        return LinearConfig(32, block_o, 64, 1, 4, 5)
+    if num_rows <= 64:
+        return LinearConfig(64, block_o, 64, 1, 2, 4)
+    return LinearConfig(64, 128, 64, 8, 2, 3)
+
+
+def _launch(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    residual_TO: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run the kernel; rows of x and of the residual may be strided."""
+    num_rows, num_in = x_TI.shape
+    num_out = weight_OI.shape[0]
+    y_TO = x_TI.new_empty(num_rows, num_out)
+    if num_rows == 0:
+        return y_TO
+    x_TI = _unit_stride(x_TI)
+    residual_TO = y_TO if residual_TO is None else _unit_stride(residual_TO)
+    config = linear_config(num_rows, num_out, x_TI.element_size())
+    grid = (triton.cdiv(num_rows, config.block_t) * triton.cdiv(num_out, config.block_o),)
+    _linear_kernel[grid](
+        x_TI,
+        weight_OI,
+        weight_OI if bias_O is None else bias_O,
+        residual_TO,
+        y_TO,
+        num_rows,
+        num_out,
+        num_in,
+        x_TI.stride(0),
+        residual_TO.stride(0),
+        HAS_BIAS=bias_O is not None,
+        HAS_RESIDUAL=residual_TO is not y_TO,
+        IS_EVEN_I=num_in % config.block_i == 0,
+        GROUP_T=config.group_t,
+        BLOCK_T=config.block_t,
+        BLOCK_O=config.block_o,
+        BLOCK_I=config.block_i,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **_target_options(),
+    )
+    return y_TO
+
+
+def _unit_stride(tensor_TC: torch.Tensor) -> torch.Tensor:
+    return tensor_TC if tensor_TC.stride(1) == 1 else tensor_TC.contiguous()
+
+
+def _target_options() -> dict[str, Any]:
+    """On AMD one MFMA shape for every tile: 32-row tiles would take another by themselves."""
+    return {"matrix_instr_nonkdim": 16} if torch.version.hip else {}
+
+
+def _matmul(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    residual_TO: torch.Tensor | None,
+) -> torch.Tensor:
+    """The vendor's GEMM: its choice of kernel, and so a row's bits, may depend on T."""
+    y_TO = torch.matmul(x_TI, weight_OI.T)
+    if bias_O is not None:
+        y_TO += bias_O
+    if residual_TO is not None:
+        y_TO += residual_TO
+    return y_TO
+
+
 def linear(
     x_TI: torch.Tensor,
     packed: PackedLinear,
@@ -112,8 +276,15 @@ def linear(
     if choice == "cpu" and isinstance(packed.weight, linear_cpu.CpuWeight):
         check_dtype("x_TI", x_TI, torch.float32)
         return linear_cpu.run(x_TI, packed.weight, residual_TO)
-    check_dtype("x_TI", x_TI, *FLOATS)
-    return linear_ref(x_TI, dense_weight(packed), packed.bias_O, residual_TO)
+    weight_OI = dense_weight(packed)
+    check_same_device(x_TI=x_TI, weight_OI=weight_OI, bias_O=packed.bias_O, residual_TO=residual_TO)
+    if choice != "triton":
+        check_dtype("x_TI", x_TI, *FLOATS)
+        return linear_ref(x_TI, weight_OI, packed.bias_O, residual_TO)
+    check_dtype("x_TI", x_TI, weight_OI.dtype)
+    if x_TI.is_cuda and not exact:
+        return _matmul(x_TI, weight_OI, packed.bias_O, residual_TO)
+    return _launch(x_TI, weight_OI, packed.bias_O, residual_TO)
 
 
 def linear_cost(
