@@ -25,7 +25,6 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
@@ -54,6 +53,8 @@ def resolve_model(name_or_path: str | Path, progress: Progress | None = None) ->
     RuntimeError with what to do about it.
     """
     name = str(name_or_path)
+    if not name.strip():
+        raise ValueError(f"model: expected a folder or a name, got {name!r}")
     if name == "demo":
         return demo_folder(progress)
     path = Path(name).expanduser()
@@ -124,7 +125,7 @@ def _hub_folder(repo: str) -> Path:
             f"{repo}: no such folder here, not in the hub cache, and the hub cannot be asked "
             f"({_first_line(error)})"
         ) from None
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:  # of whichever HTTP client the hub library uses, or of the disk
         raise RuntimeError(
             f"{repo}: download from the hub failed ({_first_line(error)})"
         ) from error
