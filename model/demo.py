@@ -77,7 +77,7 @@ def demo_folder(progress: Progress | None = None) -> Path:
     if _is_whole(folder):
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / f".{FOLDER_NAME}.lock"):
+    with _locked(root / f".{FOLDER_NAME}.lock", progress):
         if not _is_whole(folder):
             scratch = root / f".{FOLDER_NAME}.new"
             shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
@@ -137,10 +137,14 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Hold an exclusive lock on the file; it ends with the process whatever happens."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("demo model: waiting for another process that makes it")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
