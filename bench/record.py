@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -113,6 +114,26 @@ def launches_recorded(
         JITFunction.run = original
 
 
+@contextmanager
+def _vendor_of(backend: str) -> Iterator[None]:
+    """Let launchers that ask ``torch.version.hip`` see the vendor they launch for."""
+    original = torch.version.hip
+    torch.version.hip = "0.0" if backend == "hip" else None
+    try:
+        yield
+    finally:
+        torch.version.hip = original
+
+
+def _record_call(call: Call, targets: Mapping[str, GPUTarget]) -> list[Launch]:
+    found: list[Launch] = []
+    for backend in sorted({target.backend for target in targets.values()}):
+        group = {name: target for name, target in targets.items() if target.backend == backend}
+        with _vendor_of(backend), launches_recorded(call.op, group, found):
+            call.run()
+    return found
+
+
 def record_calls(
     calls: list[Call], targets: Mapping[str, GPUTarget]
 ) -> tuple[list[Launch], list[tuple[Call, str]]]:
@@ -120,10 +141,8 @@ def record_calls(
     distinct: dict[str, Launch] = {}
     failed: list[tuple[Call, str]] = []
     for call in calls:
-        found: list[Launch] = []
         try:
-            with launches_recorded(call.op, targets, found):
-                call.run()
+            found = _record_call(call, targets)
         except Exception as error:
             failed.append((call, f"{type(error).__name__}: {error}"))
             continue

@@ -55,3 +55,4 @@ DECODE_8 = StepShape("decode8", 8, 1, 8192)
 VERIFY_1 = StepShape("verify1", 1, 9, 1024)
 VERIFY_8 = StepShape("verify8", 8, 5, 8192)
 PREFILL = StepShape("prefill", 1, 512, 2048)
+STEPS = {step.name: step for step in (DECODE_1, DECODE_8, VERIFY_1, VERIFY_8, PREFILL)}

@@ -1,0 +1,158 @@
+"""Measure every op: correctness gate, header, ceiling, table, step floor, one JSON line.
+
+    python -m pagedraft.bench.kernels [--model 8b] [--dtype bf16] [--op linear] [--steps decode1]
+
+On a CUDA device the Triton kernels at 8B shapes, on the CPU the CPU path at the demo model's. An
+op whose numbers are wrong gets no time, and the exit status is 1. JSON goes to
+bench/results/<device>/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagedraft.bench.ceiling import Ceiling, measure_ceiling
+from pagedraft.bench.gate import gate
+from pagedraft.bench.layer_cases import LAYER_MAKERS, KernelCase, Maker
+from pagedraft.bench.report import header, print_header, results_folder, write_json
+from pagedraft.bench.shapes import DTYPES, MODELS, STEPS, ModelShape
+from pagedraft.bench.table import print_table
+from pagedraft.bench.timing import measure, num_copies
+from pagedraft.bench.token_cases import TOKEN_MAKERS
+from pagedraft.kernels.cost import Cost
+from pagedraft.kernels.dispatch import OPS, implementation
+
+MAKERS = {**LAYER_MAKERS, **TOKEN_MAKERS}
+# How often each part runs in a decode step of one layer, and once a step.
+LAYER_PARTS = (
+    *("add_norm", "qkv", "write_kv", "attention", "o"),
+    *("add_norm", "gate_up", "act", "down"),
+)
+STEP_PARTS = ("add_norm", "head", "sample")
+DEFAULT_STEPS = {"cuda": "decode1,decode8,verify1,verify8,prefill", "cpu": "decode1,verify1"}
+HEADERS = ("part", "step", "us [p20 p80]", "GB/s", "TFLOP/s", "ceiling", "baseline", "us", "x")
+Row = dict[str, Any]
+
+
+def measure_case(case: KernelCase, device: torch.device, ceiling: Ceiling, budget: float) -> Row:
+    """Gate one case, then time it and its baseline over rotating buffers."""
+    row: Row = {"op": case.op, "part": case.part, "step": case.step.name, **case.cost._asdict()}
+    inputs = case.inputs()
+    row["problem"] = gate(case.prepare, inputs)
+    if row["problem"]:
+        return row
+    copies = [inputs]
+    for _ in range(num_copies(case.cost.bytes, device) - 1):
+        copies.append({name: tensor.clone() for name, tensor in inputs.items()})
+    timing = measure([case.prepare(copy) for copy in copies], device, budget=budget)
+    baseline = measure([case.baseline(copy) for copy in copies], device, budget=budget)
+    floor = max(case.cost.bytes / ceiling.copy_rate, case.cost.flops / ceiling.matmul_rate)
+    row |= {
+        "implementation": implementation(case.op, device, has_cpu=True),
+        "time": asdict(timing),
+        "text": timing.text(),
+        "gb_s": case.cost.bytes / timing.median / 1e9,
+        "tflop_s": case.cost.flops / timing.median / 1e12,
+        "floor": floor,
+        "share_of_ceiling": floor / timing.median,
+        "baseline": case.baseline_name,
+        "baseline_time": asdict(baseline),
+        "speedup": baseline.median / timing.median,
+    }
+    return row
+
+
+def _cells(row: Row) -> list[str]:
+    name = row["part"] if row["part"].startswith(row["op"]) else f"{row['op']} {row['part']}"
+    if row["problem"]:
+        return [name, row["step"], f"WRONG: {row['problem']}", *["-"] * 6]
+    return [
+        name,
+        row["step"],
+        row["text"],
+        f"{row['gb_s']:.1f}",
+        f"{row['tflop_s']:.3f}",
+        f"{100 * row['share_of_ceiling']:.0f} %",
+        row["baseline"],
+        f"{row['baseline_time']['median'] * 1e6:.1f}",
+        f"{row['speedup']:.2f}",
+    ]
+
+
+def step_estimate(
+    rows: Sequence[Row], step: str, model: ModelShape, ceiling: Ceiling
+) -> Row | None:
+    """Add up a whole step from its parts; None unless every part was measured.
+
+    floor counts the same bytes and flops at the measured ceiling.
+    """
+    parts = {row["part"]: row for row in rows if row["step"] == step and not row["problem"]}
+    wanted = [*LAYER_PARTS * model.num_layers, *STEP_PARTS]
+    if not set(wanted) <= set(parts):
+        return None
+    cost = Cost(
+        sum(parts[part]["bytes"] for part in wanted), sum(parts[part]["flops"] for part in wanted)
+    )
+    floor = max(cost.bytes / ceiling.copy_rate, cost.flops / ceiling.matmul_rate)
+    seconds = sum(parts[part]["time"]["median"] for part in wanted)
+    return {"step": step, "seconds": seconds, "floor": floor, "share": floor / seconds}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure what ``options`` name, print and save it; return the exit status."""
+    device, model = torch.device(options.device), MODELS[options.model]
+    torch.manual_seed(0)
+    facts = header(device) | {"model": model.name, "dtype": options.dtype}
+    print_header(facts)
+    ceiling = measure_ceiling(device, torch.float32 if device.type == "cpu" else DTYPES["bf16"])
+    print(f" ceiling  {ceiling.text()}")
+    rows: list[Row] = []
+    for step in options.steps.split(","):
+        make = Maker(model, STEPS[step], DTYPES[options.dtype], device)
+        for op in options.op.split(","):
+            for case in MAKERS[op](make):
+                rows.append(measure_case(case, device, ceiling, options.budget))
+    print_table(f"{model.name} {options.dtype}", HEADERS, [_cells(row) for row in rows])
+    steps = [step_estimate(rows, name, model, ceiling) for name in options.steps.split(",")]
+    steps = [step for step in steps if step]
+    for step in steps:
+        print(
+            f"step {step['step']}: {step['seconds'] * 1e3:.2f} ms as a sum of parts, "
+            f"floor {step['floor'] * 1e3:.2f} ms, {100 * step['share']:.0f} % of it"
+        )
+    document = {**facts, "ceiling": asdict(ceiling), "rows": rows, "steps": steps}
+    folder = Path(options.out) if options.out else results_folder(device)
+    write_json(folder / f"kernels-{model.name}-{options.dtype}.json", document)
+    num_wrong = sum(bool(row["problem"]) for row in rows)
+    summary = {"bench": "kernels", **facts, "num_rows": len(rows), "num_wrong": num_wrong}
+    print(json.dumps({**summary, "steps": steps}))
+    return 1 if num_wrong else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(prog="python -m pagedraft.bench.kernels", description=__doc__)
+    parser.add_argument("--device", default=device, choices=("cuda", "cpu"))
+    parser.add_argument("--model", default=None, choices=tuple(MODELS))
+    parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
+    parser.add_argument("--op", default=",".join(OPS), help="comma-separated ops")
+    parser.add_argument("--steps", default=None, help=f"comma-separated, of {list(STEPS)}")
+    parser.add_argument("--budget", type=float, default=0.2, help="seconds a measurement")
+    parser.add_argument("--out", default=None, help="folder for the JSON")
+    options = parser.parse_args(arguments)
+    options.model = options.model or ("8b" if options.device == "cuda" else "135m")
+    options.steps = options.steps or DEFAULT_STEPS[options.device]
+    return run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

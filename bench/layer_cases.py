@@ -1,0 +1,267 @@
+"""What ``bench/kernels.py`` measures in a layer: inputs, op, cost and a named PyTorch baseline.
+
+``inputs`` are tensors only, so that the bench can copy them (rotating buffers) and widen them (the
+correctness gate). ``prepare`` turns them into a call that does nothing but the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from pagedraft.bench.shapes import ModelShape, StepShape
+from pagedraft.bench.static_calls import BLOCK_SIZE, linear_sizes
+from pagedraft.kernels.cost import Cost
+from pagedraft.kernels.gated_mlp import gated_mlp, gated_mlp_cost
+from pagedraft.kernels.linear import linear, linear_cost, pack_linear
+from pagedraft.kernels.paged_attention import paged_attention, paged_attention_cost
+from pagedraft.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_cost
+from pagedraft.kernels.write_kv import write_kv, write_kv_cost
+
+Tensors = dict[str, torch.Tensor]
+Prepare = Callable[[Tensors], Callable[[], object]]
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One row of the table; ``part`` is unique within a step."""
+
+    op: str
+    part: str
+    step: StepShape
+    inputs: Callable[[], Tensors]
+    prepare: Prepare
+    cost: Cost
+    baseline_name: str
+    baseline: Prepare
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the cases of one model and step.
+
+    dtype: of the weights, and of everything else on a GPU; activations on the CPU are fp32.
+    """
+
+    model: ModelShape
+    step: StepShape
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def act_dtype(self) -> torch.dtype:
+        return torch.float32 if self.device.type == "cpu" else self.dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.act_dtype.itemsize
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0):
+        """Return normal values on the device."""
+        values = torch.randn(*shape, device=self.device) * scale
+        return values.to(dtype or self.act_dtype)
+
+    def case(self, op: str, part: str, inputs, prepare, cost, baseline_name, baseline):
+        """Return a case of this step."""
+        return KernelCase(op, part, self.step, inputs, prepare, cost, baseline_name, baseline)
+
+
+def _rms_norm(make: Maker) -> Iterator[KernelCase]:
+    tokens, width = make.step.num_tokens, make.model.embed_dim
+
+    def inputs() -> Tensors:
+        return {
+            "x": make.randn(tokens, width),
+            "residual": make.randn(tokens, width),
+            "weight": make.randn(width),
+        }
+
+    yield make.case(
+        "rms_norm",
+        "norm",
+        inputs,
+        lambda t: lambda: rms_norm(t["x"], t["weight"], EPS),
+        rms_norm_cost(tokens, width, make.itemsize),
+        "F.rms_norm",
+        lambda t: lambda: F.rms_norm(t["x"], (width,), t["weight"], EPS),
+    )
+    yield make.case(
+        "rms_norm",
+        "add_norm",
+        inputs,
+        lambda t: lambda: add_rms_norm(t["x"], t["residual"], t["weight"], EPS),
+        rms_norm_cost(tokens, width, make.itemsize, residual=True),
+        "add, F.rms_norm",
+        lambda t: lambda: F.rms_norm(t["x"] + t["residual"], (width,), t["weight"], EPS),
+    )
+
+
+def _linear(make: Maker) -> Iterator[KernelCase]:
+    sizes = linear_sizes(make.model)
+    sizes["head"] = (make.model.vocab_size, make.model.embed_dim)
+    tokens = make.step.num_tokens
+
+    def inputs(num_out: int, num_in: int) -> Tensors:
+        weight = make.randn(num_out, num_in, dtype=make.dtype, scale=num_in**-0.5)
+        return {"x": make.randn(tokens, num_in), "weight": weight}
+
+    def prepare(t: Tensors) -> Callable[[], object]:
+        packed = pack_linear(t["weight"])
+        return lambda: linear(t["x"], packed)
+
+    def baseline(t: Tensors) -> Callable[[], object]:
+        x = t["x"].to(t["weight"].dtype)
+        return lambda: F.linear(x, t["weight"])
+
+    for part, (num_out, num_in) in sizes.items():
+        weight_size = make.dtype.itemsize
+        yield make.case(
+            "linear",
+            part,
+            lambda o=num_out, i=num_in: inputs(o, i),
+            prepare,
+            linear_cost(tokens, num_in, num_out, make.itemsize, weight_size=weight_size),
+            "F.linear",
+            baseline,
+        )
+
+
+def _gated_mlp(make: Maker) -> Iterator[KernelCase]:
+    tokens, width = make.step.num_tokens, make.model.mlp_dim
+
+    def baseline(t: Tensors) -> Callable[[], object]:
+        gate, up = t["x"].chunk(2, dim=-1)
+        return lambda: F.silu(gate) * up
+
+    yield make.case(
+        "gated_mlp",
+        "act",
+        lambda: {"x": make.randn(tokens, 2 * width)},
+        lambda t: lambda: gated_mlp(t["x"]),
+        gated_mlp_cost(tokens, width, make.itemsize),
+        "F.silu * up",
+        baseline,
+    )
+
+
+def paged_inputs(make: Maker) -> Tensors:
+    """Return q, a filled pool with shuffled block tables, starts, lengths, positions and slots."""
+    step, model, device = make.step, make.model, make.device
+    blocks_a_row = -(-step.context // BLOCK_SIZE)
+    num_blocks = 1 + step.num_rows * blocks_a_row
+    pool = (num_blocks, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
+    table_RM = 1 + torch.randperm(num_blocks - 1, device=device).view(step.num_rows, blocks_a_row)
+    positions_L = torch.arange(step.context - step.span, step.context, device=device)
+    blocks_RL = table_RM[:, positions_L // BLOCK_SIZE]
+    return {
+        "q": make.randn(step.num_tokens, model.num_heads, model.head_dim),
+        "k": make.randn(*pool),
+        "v": make.randn(*pool),
+        "table": table_RM.int(),
+        "starts": torch.arange(0, step.num_tokens + 1, step.span, device=device).int(),
+        "lens": torch.full((step.num_rows,), step.context, device=device).int(),
+        "positions": positions_L.repeat(step.num_rows).int(),
+        "slots": (blocks_RL * BLOCK_SIZE + positions_L % BLOCK_SIZE).flatten(),
+    }
+
+
+def _paged_attention(make: Maker) -> Iterator[KernelCase]:
+    step, model = make.step, make.model
+
+    def prepare(t: Tensors) -> Callable[[], object]:
+        args = (t["q"], t["k"], t["v"], t["table"], t["starts"], t["lens"])
+        sizes = {"max_query_len": step.span, "max_kv_len": step.context}
+        out = torch.empty_like(t["q"])
+        return lambda: paged_attention(*args, **sizes, out=out)
+
+    def baseline(t: Tensors) -> Callable[[], object]:
+        shape = (step.num_rows, step.span, model.num_heads, model.head_dim)
+        q = t["q"].view(shape).transpose(1, 2)
+        k, v = (_contiguous_rows(t[name], t["table"], step.context) for name in ("k", "v"))
+        query = torch.arange(step.context - step.span, step.context, device=q.device)
+        mask = torch.arange(step.context, device=q.device) <= query[:, None]
+        mask = None if step.span == 1 else mask
+        return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    yield make.case(
+        "paged_attention",
+        "attention",
+        lambda: paged_inputs(make),
+        prepare,
+        paged_attention_cost(
+            [step.span] * step.num_rows,
+            [step.context] * step.num_rows,
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            make.itemsize,
+        ),
+        "SDPA, no paging",
+        baseline,
+    )
+
+
+def _contiguous_rows(cache_NGBD: torch.Tensor, table_RM: torch.Tensor, context: int):
+    rows_RMGBD = cache_NGBD[table_RM.long()]
+    return rows_RMGBD.transpose(1, 2).flatten(2, 3)[:, :, :context].contiguous()
+
+
+def _write_kv(make: Maker) -> Iterator[KernelCase]:
+    step, model = make.step, make.model
+    half = model.head_dim // 2
+
+    def inputs() -> Tensors:
+        angles_PR = torch.rand(step.context, half, device=make.device) * 6.28
+        qkv = make.randn(step.num_tokens, model.qkv_dim)
+        tables = {"qkv": qkv, "cos": angles_PR.cos(), "sin": angles_PR.sin()}
+        return {**paged_inputs(make), **tables}
+
+    def prepare(t: Tensors) -> Callable[[], object]:
+        tables = (t["cos"], t["sin"], t["positions"], t["slots"], t["k"], t["v"])
+        return lambda: (write_kv(t["qkv"], *tables, model.num_heads), t["k"], t["v"])
+
+    def baseline(t: Tensors) -> Callable[[], object]:
+        return lambda: _rope_and_scatter(t, model)
+
+    yield make.case(
+        "write_kv",
+        "write_kv",
+        inputs,
+        prepare,
+        write_kv_cost(
+            *(step.num_tokens, model.num_heads, model.num_kv_heads, model.head_dim),
+            make.itemsize,
+        ),
+        "eager ops",
+        baseline,
+    )
+
+
+def _rope_and_scatter(t: Tensors, model: ModelShape) -> torch.Tensor:
+    heads = t["qkv"].view(len(t["qkv"]), -1, model.head_dim)
+    sizes = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+    q, k, v = heads.split(sizes, dim=1)
+    cos, sin = t["cos"][t["positions"]][:, None], t["sin"][t["positions"]][:, None]
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.to(x.dtype)
+
+    block, offset = t["slots"] // BLOCK_SIZE, t["slots"] % BLOCK_SIZE
+    t["k"][block, :, offset] = rotate(k)
+    t["v"][block, :, offset] = v
+    return rotate(q)
+
+
+LAYER_MAKERS: dict[str, Callable[[Maker], Iterator[KernelCase]]] = {
+    "rms_norm": _rms_norm,
+    "linear": _linear,
+    "write_kv": _write_kv,
+    "paged_attention": _paged_attention,
+    "gated_mlp": _gated_mlp,
+}

@@ -1,0 +1,101 @@
+"""What ``bench/kernels.py`` measures after the head: sampling, verification, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from pagedraft.bench.layer_cases import KernelCase, Maker, Tensors
+from pagedraft.kernels.logprobs import logprobs, logprobs_cost
+from pagedraft.kernels.sample import SampleBatch, sample, sample_cost
+from pagedraft.kernels.verify import verify, verify_cost
+
+MAX_LOGIT_ROWS = 40
+
+
+def _logits(make: Maker) -> Tensors:
+    rows = min(make.step.num_tokens, MAX_LOGIT_ROWS)
+    index = torch.arange(rows, device=make.device)
+    return {
+        "logits": make.randn(rows, make.model.vocab_size, scale=3.0),
+        "temperature": torch.ones(rows, device=make.device),
+        "seed": 1000 + index,
+        "position": 7 + index,
+        "tokens": (index * 7919) % make.model.vocab_size,
+    }
+
+
+def _sample(make: Maker) -> Iterator[KernelCase]:
+    rows = min(make.step.num_tokens, MAX_LOGIT_ROWS)
+
+    def prepare(t: Tensors) -> Callable[[], object]:
+        batch = SampleBatch(t["temperature"], t["seed"], t["position"])
+        return lambda: sample(t["logits"], batch)
+
+    yield make.case(
+        "sample",
+        "sample",
+        lambda: _logits(make),
+        prepare,
+        sample_cost(rows, make.model.vocab_size, make.itemsize),
+        "softmax, multinomial",
+        lambda t: lambda: torch.multinomial(t["logits"].float().softmax(-1), 1),
+    )
+
+
+def _verify(make: Maker) -> Iterator[KernelCase]:
+    step = make.step
+    num_drafts = step.span - 1
+    if num_drafts not in range(1, 65):
+        return
+
+    def inputs() -> Tensors:
+        target = torch.randint(0, 2, (step.num_tokens,), device=make.device)
+        drafts = torch.randint(0, 2, (step.num_rows * num_drafts,), device=make.device)
+        starts = torch.arange(step.num_rows + 1, device=make.device) * num_drafts
+        return {"drafts": drafts, "starts": starts.int(), "target": target}
+
+    def baseline(t: Tensors) -> Callable[[], object]:
+        drafts = t["drafts"].view(step.num_rows, num_drafts)
+        target = t["target"].view(step.num_rows, step.span)
+
+        def run() -> torch.Tensor:
+            accepted = (drafts == target[:, :-1]).int().cumprod(1).sum(1)
+            return target.gather(1, accepted[:, None])
+
+        return run
+
+    yield make.case(
+        "verify",
+        "verify",
+        inputs,
+        lambda t: lambda: verify(t["drafts"], t["starts"], t["target"]),
+        verify_cost(step.num_rows, step.num_rows * num_drafts),
+        "cumprod, gather",
+        baseline,
+    )
+
+
+def _logprobs(make: Maker) -> Iterator[KernelCase]:
+    rows = min(make.step.num_tokens, MAX_LOGIT_ROWS)
+
+    def baseline(t: Tensors) -> Callable[[], object]:
+        return lambda: t["logits"].float().log_softmax(-1).topk(5)
+
+    yield make.case(
+        "logprobs",
+        "logprobs",
+        lambda: _logits(make),
+        lambda t: lambda: tuple(vars(logprobs(t["logits"], t["tokens"], 5)).values()),
+        logprobs_cost(rows, make.model.vocab_size, make.itemsize, top_n=5),
+        "log_softmax, topk",
+        baseline,
+    )
+
+
+TOKEN_MAKERS: dict[str, Callable[[Maker], Iterator[KernelCase]]] = {
+    "sample": _sample,
+    "verify": _verify,
+    "logprobs": _logprobs,
+}
