@@ -1,0 +1,334 @@
+"""Linear layers: values against fp64, row invariance bit by bit, CPU formats and fallbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagedraft.kernels import linear_cpu
+from pagedraft.kernels.dispatch import use_implementation, use_reference
+from pagedraft.kernels.linear import (
+    dense_weight,
+    linear,
+    linear_config,
+    linear_cost,
+    linear_ref,
+    pack_linear,
+    row_multiple,
+)
+from pagedraft.tests.compare import assert_no_worse, assert_same_bits
+from pagedraft.tests.inputs import Guarded, randn
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+# name: (T, O, I, dtype, bias, residual)
+CASES = {
+    "one_row": (1, 64, 64, FP16, False, False),
+    "odd_sizes_mask_every_axis": (3, 37, 75, FP16, True, True),
+    "rows_past_one_tile": (17, 33, 64, FP16, True, False),
+    "rows_past_two_tiles": (40, 40, 65, FP16, False, True),
+    "many_rows_grouped": (130, 136, 64, FP16, True, True),
+    "inputs_below_one_step": (3, 16, 5, FP16, False, True),
+    "one_output": (3, 1, 128, FP16, True, True),
+    "no_rows": (0, 48, 64, FP16, True, True),
+    "fp32_keeps_fp32": (3, 37, 75, FP32, True, True),
+    "fp32_many_rows": (40, 40, 65, FP32, False, True),
+    "bf16": (17, 37, 75, BF16, True, True),
+}
+CPU_SHAPES = {
+    "qkv": (96, 576),
+    "down": (40, 1536),
+    "odd": (37, 75),
+    "one_output": (1, 64),
+}
+ROW_COUNTS = (1, 2, 3, 5, 7, 14, 17, 31, 32, 37, 64, 67, 121)
+FORMAT_NAMES = tuple(linear_cpu.FORMATS)
+
+
+def operands(case: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """Return (x, weight, bias or None, residual or None) of a row of CASES."""
+    num_rows, num_out, num_in, dtype, has_bias, has_residual = case
+    kwargs = {"dtype": dtype, "device": device}
+    x_TI = randn(num_rows, num_in, seed=1, **kwargs)
+    weight_OI = randn(num_out, num_in, seed=2, scale=num_in**-0.5, **kwargs)
+    bias_O = randn(num_out, seed=3, **kwargs) if has_bias else None
+    residual_TO = randn(num_rows, num_out, seed=4, **kwargs) if has_residual else None
+    return x_TI, weight_OI, bias_O, residual_TO
+
+
+def exact_linear(*tensors: torch.Tensor | None) -> torch.Tensor:
+    """y in fp64."""
+    x_TI, weight_OI, bias_O, residual_TO = (None if t is None else t.double() for t in tensors)
+    y_TO = x_TI @ weight_OI.T
+    y_TO = y_TO if bias_O is None else y_TO + bias_O
+    return y_TO if residual_TO is None else y_TO + residual_TO
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_is_no_worse_than_pytorch(case: tuple[Any, ...], device: torch.device) -> None:
+    x_TI, weight_OI, bias_O, residual_TO = operands(case, device)
+    out_TO = linear(x_TI, pack_linear(weight_OI, bias_O), residual_TO=residual_TO)
+    arguments = (x_TI, weight_OI, bias_O, residual_TO)
+    assert_no_worse(out_TO, exact=exact_linear(*arguments), same_dtype=linear_ref(*arguments))
+
+
+@pytest.mark.parametrize("wrong", ["weight_row", "bias", "residual"])
+def test_comparator_has_teeth(wrong: str, device: torch.device) -> None:
+    x_TI, weight_OI, bias_O, residual_TO = operands(CASES["odd_sizes_mask_every_axis"], device)
+    arguments = (x_TI, weight_OI, bias_O, residual_TO)
+    exact, same_dtype = exact_linear(*arguments), linear_ref(*arguments)
+    if wrong == "weight_row":
+        weight_OI = weight_OI.clone()
+        weight_OI[-1, -1] = 0
+    bias_O = None if wrong == "bias" else bias_O
+    residual_TO = None if wrong == "residual" else residual_TO
+    out_TO = linear(x_TI, pack_linear(weight_OI, bias_O), residual_TO=residual_TO)
+    with pytest.raises(AssertionError, match="error"):
+        assert_no_worse(out_TO, exact=exact, same_dtype=same_dtype)
+
+
+@pytest.fixture(params=["fp16", "fp32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """The weight dtypes that a kernel takes."""
+    return {"fp16": FP16, "fp32": FP32, "bf16": BF16}[request.param]
+
+
+@pytest.fixture
+def _uniform_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in fp64, rounded to fp32: the interpreter's BLAS adds in another order for another
+    tile, which an MMA does not. Sums across steps stay in fp32."""
+
+    def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
+
+    monkeypatch.setattr(np, "matmul", matmul)
+
+
+@pytest.mark.usefixtures("_uniform_dot")
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 33, 65, 70])
+def test_kernel_row_bits_do_not_depend_on_the_row_count(
+    num_rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    packed = pack_linear(randn(40, 136, dtype=dtype, device=device, seed=1))
+    x_TI = randn(72, 136, dtype=dtype, device=device, seed=2)
+    out_TO = linear(x_TI[-num_rows:], packed)
+    assert_same_bits(out_TO, linear(x_TI, packed)[-num_rows:])
+
+
+def test_kernel_writes_only_its_output_and_takes_strided_rows(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    packed = pack_linear(randn(37, 75, device=device))
+    wide_TC = randn(19, 200, device=device)
+    guarded = Guarded(19, 37, device=device)
+    stock = torch.Tensor.new_empty
+
+    def new_empty(tensor: torch.Tensor, *size: int, **kwargs: Any) -> torch.Tensor:
+        return guarded.tensor if size == (19, 37) else stock(tensor, *size, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    out_TO = linear(wide_TC[:, 3:78], packed, residual_TO=wide_TC[:, 100:137])
+    monkeypatch.undo()
+    guarded.assert_untouched()
+    contiguous = wide_TC[:, 3:78].contiguous(), packed
+    residual_TO = wide_TC[:, 100:137].contiguous()
+    assert_same_bits(out_TO, linear(*contiguous, residual_TO=residual_TO))
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 64, 65, 4096])
+@pytest.mark.parametrize("num_out", [1, 8192, 8193])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_config_keeps_one_step_and_one_mma_class(
+    num_rows: int, num_out: int, element_size: int
+) -> None:
+    config = linear_config(num_rows, num_out, element_size)
+    assert config.block_i == linear_config(1, 1, element_size).block_i
+    assert config.block_t < 64 or config.num_warps % 4 != 0
+    tile = (config.block_t + config.block_o) * config.block_i * element_size
+    assert tile * (config.num_stages - 1) <= 64 * 1024
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 65, 500])
+def test_cuda_row_bits_at_model_sizes(num_rows: int, dtype: torch.dtype) -> None:
+    packed = pack_linear(randn(4096, 4096, dtype=dtype, device=torch.device("cuda")))
+    x_TI = randn(600, 4096, dtype=dtype, device=torch.device("cuda"))
+    assert_same_bits(linear(x_TI[:num_rows], packed), linear(x_TI, packed)[:num_rows])
+
+
+@pytest.mark.cuda
+def test_cuda_inexact_is_no_worse_than_pytorch() -> None:
+    arguments = operands((40, 64, 576, BF16, True, True), torch.device("cuda"))
+    x_TI, weight_OI, bias_O, residual_TO = arguments
+    packed = pack_linear(weight_OI, bias_O)
+    out_TO = linear(x_TI, packed, residual_TO=residual_TO, exact=False)
+    same_dtype = linear_ref(*arguments)
+    assert_no_worse(out_TO, exact=exact_linear(*arguments), same_dtype=same_dtype, factor=4.0)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.usefixtures("cpu_path")
+def test_cpu_path_is_no_worse_than_pytorch(case: tuple[Any, ...]) -> None:
+    x_TI, weight_OI, bias_O, residual_TO = operands(case, torch.device("cpu"))
+    x_TI = x_TI.float()
+    residual_TO = None if residual_TO is None else residual_TO.float()
+    packed = pack_linear(weight_OI, bias_O)
+    assert packed.format != "plain"
+    arguments = (x_TI, weight_OI, bias_O, residual_TO)
+    out_TO = linear(x_TI, packed, residual_TO=residual_TO)
+    assert_no_worse(out_TO, exact=exact_linear(*arguments), same_dtype=linear_ref(*arguments))
+    assert_same_bits(dense_weight(packed), weight_OI)
+
+
+@pytest.fixture(params=FORMAT_NAMES)
+def format_name(request: pytest.FixtureRequest) -> str:
+    """The CPU formats, each forced."""
+    return request.param
+
+
+@pytest.fixture(params=CPU_SHAPES.values(), ids=CPU_SHAPES)
+def cpu_weight(request: pytest.FixtureRequest, format_name: str) -> linear_cpu.CpuWeight:
+    """A weight packed in a forced format, with bias."""
+    num_out, num_in = request.param
+    weight_OI = randn(num_out, num_in, dtype=FP16, seed=1)
+    return linear_cpu.pack(weight_OI, randn(num_out, seed=2), (format_name,))
+
+
+@pytest.mark.parametrize("num_rows", ROW_COUNTS)
+def test_cpu_row_bits_do_not_depend_on_the_row_count(
+    num_rows: int, format_name: str, cpu_weight: linear_cpu.CpuWeight
+) -> None:
+    assert cpu_weight.format == format_name, cpu_weight.reason
+    x_TI = randn(180, linear_cpu.unpack(cpu_weight).shape[1], seed=3)
+    wanted_TO = linear_cpu.run(x_TI, cpu_weight, None)
+    out_TO = linear_cpu.run(x_TI[31 : 31 + num_rows], cpu_weight, None)
+    assert_same_bits(out_TO, wanted_TO[31 : 31 + num_rows])
+
+
+def test_row_invariance_check_has_teeth() -> None:
+    """A format that adds in another order for an odd row count needs an even number of rows."""
+
+    def run(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        halves = x_TI.split(x_TI.shape[1] // 2, 1), weight_OI.split(x_TI.shape[1] // 2, 1)
+        in_two_TO = sum(x.double() @ w.double().T for x, w in zip(*halves, strict=True))
+        odd = x_TI.shape[0] % 2 * 1e-6
+        return (in_two_TO + odd).float()
+
+    form = linear_cpu.FORMATS["plain_fp32"]._replace(run=run)
+    weight_OI, x_TI = randn(8, 64), randn(linear_cpu.MAX_TEST_ROWS, 64)
+    assert not linear_cpu._rows_agree(form, weight_OI, x_TI, 1, range(1, 9))
+    assert linear_cpu._rows_agree(form, weight_OI, x_TI, 2, range(2, 9, 2))
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20, 2.0**12, 2.0**-60])
+@pytest.mark.usefixtures("cpu_path")
+def test_bf16_weights_of_any_size_pack_exactly_as_fp16(scale: float) -> None:
+    weight_OI = randn(40, 64, dtype=BF16, scale=scale)
+    bias_O = randn(40, dtype=BF16, scale=scale)
+    packed = pack_linear(weight_OI, bias_O)
+    assert isinstance(packed.weight, linear_cpu.CpuWeight)
+    assert packed.format == "fbgemm_fp16", packed.weight.reason
+    assert_same_bits(dense_weight(packed), weight_OI)
+    x_TI, residual_TO = randn(5, 64, seed=3), randn(5, 40, seed=4, scale=scale)
+    arguments = (x_TI, weight_OI, bias_O, residual_TO)
+    out_TO = linear(x_TI, packed, residual_TO=residual_TO)
+    assert_no_worse(out_TO, exact=exact_linear(*arguments), same_dtype=linear_ref(*arguments))
+
+
+@pytest.mark.usefixtures("cpu_path")
+def test_bf16_weights_too_wide_for_fp16_fall_back_to_fp32() -> None:
+    weight_OI = randn(40, 64, dtype=BF16)
+    weight_OI[0, :2] = torch.tensor([1.2e5, 1.1e-30])
+    packed = pack_linear(weight_OI)
+    assert packed.format == "onednn_fp32"
+    assert packed.weight.reason == "fbgemm_fp16: weights do not fit fp16"
+    assert_same_bits(dense_weight(packed), weight_OI)
+
+
+@pytest.fixture
+def _nothing_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every format fails its self-test."""
+    monkeypatch.setattr(linear_cpu, "find_row_multiple", lambda *_: (0, "forced"))
+
+
+@pytest.mark.usefixtures("cpu_path", "_nothing_passes")
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 33])
+def test_fixed_row_tiles_when_no_format_passes(
+    num_rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed = pack_linear(randn(37, 75), randn(37))
+    assert "running fixed tiles" in caplog.text
+    assert packed.weight.row_tile == packed.row_multiple > 0
+    assert "forced" in packed.weight.reason
+    x_TI = randn(40, 75, seed=3)
+    out_TO = linear(x_TI[7 : 7 + num_rows], packed)
+    assert_same_bits(out_TO, linear(x_TI, packed)[7 : 7 + num_rows])
+
+
+def test_missing_library_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> None:
+        raise RuntimeError("no FBGEMM here\nsecond line")
+
+    form = linear_cpu.FORMATS["fbgemm_fp16"]._replace(pack=missing)
+    monkeypatch.setitem(linear_cpu.FORMATS, "no_library", form)
+    weight = linear_cpu.pack(randn(8, 16, dtype=FP16), None, ("no_library", "plain_fp32"))
+    assert (weight.format, weight.reason) == ("plain_fp32", "no_library: no FBGEMM here")
+
+
+@pytest.mark.usefixtures("cpu_path")
+def test_cpu_path_pads_only_row_counts_that_are_no_multiple(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = pack_linear(randn(40, 64, dtype=FP16))
+    seen = []
+    form = linear_cpu.FORMATS[packed.format]
+    spy = form._replace(run=lambda x, handle: seen.append(x) or form.run(x, handle))
+    monkeypatch.setitem(linear_cpu.FORMATS, packed.format, spy)
+    multiple = row_multiple(packed)
+    whole_TI, part_TI = randn(2 * multiple, 64), randn(2 * multiple + 1, 64)
+    assert linear(whole_TI, packed).shape == (2 * multiple, 40)
+    assert linear(part_TI, packed).shape == (2 * multiple + 1, 40)
+    assert seen[0] is whole_TI
+    assert seen[1].shape[0] % multiple == 0
+
+
+@pytest.mark.usefixtures("cpu_path")
+def test_packed_weight_serves_the_reference_too() -> None:
+    weight_OI, bias_O = randn(40, 64, dtype=BF16), randn(40, dtype=BF16)
+    packed = pack_linear(weight_OI, bias_O)
+    x_TI = randn(5, 64, seed=3)
+    with use_reference("linear"):
+        assert_same_bits(linear(x_TI, packed), linear_ref(x_TI, weight_OI, bias_O))
+
+
+# name: (weight shape, weight dtype, bias shape, x shape, x dtype, residual shape, error, message)
+ERRORS = {
+    "weight_rank": ((4,), FP32, None, (2, 4), FP32, None, ValueError, "weight_OI: expected shape"),
+    "weight_dtype": ((3, 4), torch.int8, None, (2, 4), FP32, None, TypeError, "weight_OI: exp"),
+    "bias_size": ((3, 4), FP32, (4,), (2, 4), FP32, None, ValueError, "bias_O: expected shape"),
+    "x_width": ((3, 4), FP32, None, (2, 5), FP32, None, ValueError, r"x_TI: expected shape \(\*"),
+    "x_rank": ((3, 4), FP32, None, (1, 2, 4), FP32, None, ValueError, "x_TI: expected shape"),
+    "x_dtype": ((3, 4), FP16, None, (2, 4), BF16, None, TypeError, "x_TI: expected dtype"),
+    "residual": ((3, 4), FP32, None, (2, 4), FP32, (2, 4), ValueError, r"expected shape \(2, 3\)"),
+}
+
+
+@pytest.mark.parametrize("choice", ["triton", "cpu"])
+@pytest.mark.parametrize("case", ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_argument(case: tuple[Any, ...], choice: Any) -> None:
+    weight_shape, weight_dtype, bias_shape, x_shape, x_dtype, residual_shape, error, message = case
+    bias_O = None if bias_shape is None else torch.zeros(bias_shape)
+    residual_TO = None if residual_shape is None else torch.zeros(residual_shape)
+    weight_OI = torch.zeros(weight_shape, dtype=weight_dtype)
+    x_TI = torch.zeros(x_shape, dtype=x_dtype)
+    with use_implementation(choice, "linear"), pytest.raises(error, match=message):
+        linear(x_TI, pack_linear(weight_OI, bias_O), residual_TO=residual_TO)
+
+
+def test_cost_counts_each_operand_once() -> None:
+    cost = linear_cost(3, 5, 7, 2, has_residual=True)
+    assert cost == (2 * (5 * 7 + 3 * (5 + 2 * 7)), 2 * 3 * 5 * 7)
+    assert linear_cost(1, 4, 4, 2, weight_size=1).bytes == 16 + 2 * 8
