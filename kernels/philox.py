@@ -192,7 +192,7 @@ def _split_jit(t):
 def exponential_jit(word):
     """Standard exponential fp32 of a uint32 word."""
     is_low = word < 0x80000000
-    half = tl.where(is_low, word, ~word).to(tl.float32) * 2.3283064365386963e-10
+    half = tl.where(is_low, word, word ^ 0xFFFFFFFF).to(tl.float32) * 2.3283064365386963e-10
     half = half + 1.1641532182693481e-10
     upper_w, exponent = _split_jit(half)
     value = _polynomial_jit(tl.where(is_low, half, upper_w))
