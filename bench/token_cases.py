@@ -38,7 +38,7 @@ def _sample(make: Maker) -> Iterator[KernelCase]:
         "sample",
         lambda: _logits(make),
         prepare,
-        sample_cost(rows, make.model.vocab_size, make.itemsize),
+        sample_cost(rows, make.model.vocab_size, make.itemsize, num_sampled=rows),
         "softmax, multinomial",
         lambda t: lambda: torch.multinomial(t["logits"].float().softmax(-1), 1),
     )
@@ -87,7 +87,7 @@ def _logprobs(make: Maker) -> Iterator[KernelCase]:
         "logprobs",
         "logprobs",
         lambda: _logits(make),
-        lambda t: lambda: tuple(vars(logprobs(t["logits"], t["tokens"], 5)).values()),
+        lambda t: lambda: logprobs(t["logits"], t["tokens"], 5),
         logprobs_cost(rows, make.model.vocab_size, make.itemsize, top_n=5),
         "log_softmax, topk",
         baseline,

@@ -1,0 +1,200 @@
+"""Check and first timings of a CUDA machine: what ``bench/gpu_check.sh`` (``make gpu-check``).
+
+Four parts, each a child process with its own time limit; a part that fails does not stop the
+others. Logs and JSON go to ``$OUT`` if set, else to ``bench/results/<device>/``. Exit status 1 if
+any part failed. With ``DRY=1`` the same parts run tiny on the CPU, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from pagedraft.bench.report import ROOT, header, print_header, results_folder, write_json
+from pagedraft.bench.shapes import LLAMA_8B, TINY
+
+DRY = os.environ.get("DRY", "0") == "1"
+DEVICE = torch.device("cpu" if DRY else "cuda")
+TAIL_LINES = 30
+
+
+@dataclass(frozen=True)
+class Part:
+    """One child process: its command and how many seconds it may take."""
+
+    name: str
+    command: list[str]
+    limit: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a part ended: "ok", "FAILED" or "OUT OF TIME"; ``note`` is its last line of output."""
+
+    name: str
+    verdict: str
+    seconds: float
+    note: str
+
+
+def parts(folder: Path) -> list[Part]:
+    """Return the parts; all limits together stay under 8 minutes."""
+    python = sys.executable
+    own = [python, "-m", "pagedraft.bench.gpu_check"]
+    bench = [python, "-m", "pagedraft.bench.kernels", "--out", str(folder)]
+    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    if DRY:
+        tests += ["tests/kernels/test_rms_norm.py", "-k", "no_tokens or power"]
+        bench += ["--device", "cpu", "--model", "tiny", "--dtype", "fp32", "--budget", "0.01"]
+        bench += ["--steps", "decode1", "--op", "rms_norm,gated_mlp"]
+    else:
+        if importlib.util.find_spec("xdist"):
+            tests += ["-n", "8"]
+        tests += ["tests/kernels"]
+        bench += ["--device", "cuda", "--model", "8b", "--dtype", "bf16"]
+    return [
+        Part("tests", tests, 190),
+        Part("rows", [*own, "rows"], 70),
+        Part("engine", [*own, "engine"], 80),
+        Part("bench", bench, 130),
+    ]
+
+
+def run_part(part: Part, folder: Path) -> Outcome:
+    """Run one part, keep its output in ``gpu_check-<part>.log``, print the end of it."""
+    print(f"\n=== {part.name}: {' '.join(part.command[1:])} (limit {part.limit:.0f} s)")
+    log_path = folder / f"gpu_check-{part.name}.log"
+    start = time.monotonic()
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            part.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            verdict = "ok" if process.wait(part.limit) == 0 else "FAILED"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            verdict = "OUT OF TIME"
+    lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
+    print("\n".join(lines[-TAIL_LINES:]))
+    note = lines[-1][:160] if lines else ""
+    return Outcome(part.name, verdict, time.monotonic() - start, note)
+
+
+def row_equality() -> list[str]:
+    """Return which rows of linear and paged_attention change bits with what runs beside them."""
+    from pagedraft.bench.row_checks import attention_rows, linear_rows
+
+    torch.manual_seed(0)
+    if DRY:
+        sizes = {"contexts": (70,), "spans": (1, 3), "num_rows": 2}
+        return linear_rows(TINY, torch.float16, DEVICE, (1, 3)) + attention_rows(
+            TINY, torch.float16, DEVICE, **sizes
+        )
+    counts = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200, 512)
+    sizes = {"contexts": (600, 4097, 16384), "spans": (1, 2, 5, 9, 17, 64, 512), "num_rows": 8}
+    return linear_rows(LLAMA_8B, torch.bfloat16, DEVICE, counts) + attention_rows(
+        LLAMA_8B, torch.bfloat16, DEVICE, **sizes
+    )
+
+
+def engine_equality() -> list[str]:
+    """Return which requests of a tiny random model change with speculation or with a batch."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from pagedraft.decoding.params import SamplingParams
+    from pagedraft.scheduler.llm import LLM
+
+    length = 6 if DRY else 64
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.2,
+    )
+    prompts = [[5, 6, 7, 8] * 3, [11, 3, 50], list(range(40))][: 2 if DRY else 3]
+    params = [
+        SamplingParams(max_tokens=length, temperature=temperature, seed=17 + index)
+        for index, temperature in enumerate((0.0, 0.7, 1.0))
+    ][: len(prompts)]
+    options = {"dtype": "fp32" if DRY else "bf16", "device": DEVICE.type}
+    options |= {"block_size": 16, "kv_tokens": 2048}
+    problems = []
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / "target", Path(name) / "draft"]
+        for seed, folder in enumerate(folders):
+            torch.manual_seed(seed)
+            LlamaForCausalLM(config).save_pretrained(folder)
+        plain = LLM(folders[0], speculate="off", **options)
+        expected = [
+            plain.generate([p], [q])[0].token_ids for p, q in zip(prompts, params, strict=True)
+        ]
+        print("plain:", *expected, sep="\n  ")
+        engines = {
+            "plain batch": plain,
+            "n-gram": LLM(folders[0], speculate="ngram", k=4, **options),
+            "another model": LLM(folders[0], folders[1], speculate="draft", k=3, **options),
+            "itself": LLM(folders[0], folders[0], speculate="draft", k=4, **options),
+        }
+        for label, llm in engines.items():
+            outs = [completion.token_ids for completion in llm.generate(prompts, params)]
+            problems += [
+                f"{label}: request {index} gave {out}, plain {want}"
+                for index, (out, want) in enumerate(zip(outs, expected, strict=True))
+                if out != want
+            ]
+    return problems
+
+
+CHECKS: dict[str, Callable[[], list[str]]] = {"rows": row_equality, "engine": engine_equality}
+
+
+def check(name: str) -> int:
+    """Run one check in this process; print what differs."""
+    problems = CHECKS[name]()
+    print("\n".join(problems) if problems else "")
+    print(f"{name}: {len(problems)} differences" if problems else f"{name}: all bits equal")
+    return 1 if problems else 0
+
+
+def main() -> int:
+    """Run all parts and print the verdict last."""
+    if not DRY and not torch.cuda.is_available():
+        print("gpu-check: no CUDA device (DRY=1 tries the script on the CPU)")
+        return 1
+    start = time.monotonic()
+    folder = Path(os.environ.get("OUT") or results_folder(DEVICE))
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = header(DEVICE)
+    print_header(facts)
+    outcomes = []
+    for part in parts(folder):
+        outcomes.append(run_part(part, folder))
+        document = {**facts, "dry": DRY, "parts": [asdict(outcome) for outcome in outcomes]}
+        write_json(folder / "gpu_check.json", document)
+    print(f"\n=== gpu-check on {facts['device']}, {time.monotonic() - start:.0f} s, {folder}")
+    for outcome in outcomes:
+        print(f"{outcome.name:8} {outcome.verdict:12} {outcome.seconds:4.0f} s  {outcome.note}")
+    bad = [outcome.name for outcome in outcomes if outcome.verdict != "ok"]
+    print(f"VERDICT: {'FAILED ' + ', '.join(bad) if bad else 'ok'}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(check(sys.argv[1]) if len(sys.argv) > 1 else main())

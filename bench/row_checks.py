@@ -1,0 +1,127 @@
+"""Bitwise row equality on the device itself: what no interpreter shows (DESIGN section 5).
+
+Each check returns what differs, an empty list if nothing does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pagedraft.bench.shapes import ModelShape
+from pagedraft.bench.static_calls import BLOCK_SIZE, linear_sizes
+from pagedraft.kernels.linear import linear, pack_linear
+from pagedraft.kernels.paged_attention import paged_attention
+
+Linear = Callable[..., torch.Tensor]
+Attention = Callable[..., torch.Tensor]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype hold the same bytes."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def linear_rows(
+    model: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    row_counts: Sequence[int],
+    run: Linear = linear,
+) -> list[str]:
+    """Compare each row computed among ``row_counts`` rows with the same row in the largest call."""
+    problems = []
+    largest = max(row_counts)
+    for name, (num_out, num_in) in linear_sizes(model).items():
+        weight_OI = torch.randn(num_out, num_in, device=device) * num_in**-0.5
+        packed = pack_linear(weight_OI.to(dtype))
+        x_TI = torch.randn(largest, num_in, device=device).to(dtype)
+        residual_TO = torch.randn(largest, num_out, device=device).to(dtype)
+        y_TO = run(x_TI, packed, residual_TO=residual_TO)
+        for count in row_counts:
+            for start in sorted({0, (largest - count) // 2, largest - count}):
+                rows = slice(start, start + count)
+                part_TO = run(x_TI[rows], packed, residual_TO=residual_TO[rows])
+                if not same_bits(part_TO, y_TO[rows]):
+                    problems.append(f"linear {name}: {count} rows from {start} of {largest}")
+    return problems
+
+
+class _Pool:
+    """Rows of one context length in one pool; queries for their last ``num_queries`` tokens."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        num_rows: int,
+        context: int,
+        num_queries: int,
+    ) -> None:
+        blocks_a_row = -(-context // BLOCK_SIZE)
+        num_blocks = 1 + num_rows * blocks_a_row
+        pool = (num_blocks, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
+        self.k, self.v = (torch.randn(pool, device=device).to(dtype) for _ in range(2))
+        order = 1 + torch.randperm(num_blocks - 1, device=device)
+        self.table = order.view(num_rows, blocks_a_row).int()
+        shape = (num_rows, num_queries, model.num_heads, model.head_dim)
+        self.q_RQHD = torch.randn(shape, device=device).to(dtype)
+        self.context, self.num_queries, self.device = context, num_queries, device
+
+    def attend(self, run: Attention, rows: slice, first: int, span: int, bound: int = 0):
+        """Return out [rows, span, H, D] of queries ``first``..``first + span`` of each row.
+
+        bound: max_kv_len and max_query_len are at least this, as in a captured graph.
+        """
+        q_RLHD = self.q_RQHD[rows, first : first + span]
+        num_rows = q_RLHD.shape[0]
+        kv_len = self.context - self.num_queries + first + span
+        starts = torch.arange(num_rows + 1, device=self.device) * span
+        out_THD = run(
+            q_RLHD.flatten(0, 1).contiguous(),
+            self.k,
+            self.v,
+            self.table[rows].contiguous(),
+            starts.int(),
+            torch.full((num_rows,), kv_len, device=self.device).int(),
+            max_query_len=max(span, min(bound, 16)),
+            max_kv_len=max(kv_len, bound),
+        )
+        return out_THD.view_as(q_RLHD)
+
+
+def attention_rows(
+    model: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    contexts: Sequence[int],
+    spans: Sequence[int],
+    num_rows: int = 4,
+    run: Attention = paged_attention,
+) -> list[str]:
+    """Compare decoding one query alone with longer spans, batches and looser bounds."""
+    problems = []
+    longest = max(spans)
+    for context in contexts:
+        pool = _Pool(model, dtype, device, num_rows=num_rows, context=context, num_queries=longest)
+        alone, everyone = slice(0, 1), slice(0, num_rows)
+        tail = min(longest, 9)
+        first = longest - tail
+        decoded = torch.cat(
+            [pool.attend(run, alone, first + index, 1) for index in range(tail)], dim=1
+        )
+        for span in spans:
+            seen = min(span, tail)
+            for rows in (alone, everyone):
+                for bound in (0, context + 4096):
+                    out = pool.attend(run, rows, longest - span, span, bound)
+                    if not same_bits(out[:1, -seen:], decoded[:, -seen:]):
+                        problems.append(
+                            f"attention context {context}: span {span} among {rows.stop} rows, "
+                            f"bound {bound} differs from decode"
+                        )
+    return problems

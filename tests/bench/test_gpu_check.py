@@ -1,0 +1,88 @@
+"""The script for a CUDA machine, tried without one; its checks fail where they must."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagedraft.bench.gpu_check import Part, run_part
+from pagedraft.bench.row_checks import attention_rows, linear_rows
+from pagedraft.bench.shapes import TINY
+from pagedraft.kernels.linear import linear
+from pagedraft.kernels.paged_attention import paged_attention
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+PARTS = ("tests", "rows", "engine", "bench")
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """Run the whole script with DRY=1, as ``make gpu-check`` would on a GPU."""
+    folder = tmp_path_factory.mktemp("gpu_check")
+    env = {**os.environ, "OUT": str(folder), "PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "bench" / "gpu_check.sh"), "--dry"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    return folder, done
+
+
+def test_dry_run_ends_well(dry_run):
+    _, done = dry_run
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.stdout.splitlines()[-1] == "VERDICT: ok"
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_part_leaves_a_log_and_a_verdict(dry_run, name):
+    folder, _ = dry_run
+    document = json.loads((folder / "gpu_check.json").read_text())
+    verdicts = {part["name"]: part["verdict"] for part in document["parts"]}
+    assert verdicts[name] == "ok"
+    assert (folder / f"gpu_check-{name}.log").stat().st_size > 0
+
+
+def test_bench_leaves_json(dry_run):
+    folder, _ = dry_run
+    document = json.loads((folder / "kernels-tiny-fp32.json").read_text())
+    assert {"device", "git", "ceiling", "rows"} <= set(document)
+    assert all(row["problem"] is None for row in document["rows"])
+
+
+PART_CASES = {
+    "a part that works": ("print('fine')", 30, "ok"),
+    "a part that fails": ("raise SystemExit(3)", 30, "FAILED"),
+    "a part that hangs": ("import time; time.sleep(60)", 1, "OUT OF TIME"),
+}
+
+
+@pytest.mark.parametrize("name", PART_CASES)
+def test_part_verdict(tmp_path, name):
+    code, limit, expected = PART_CASES[name]
+    outcome = run_part(Part("x", [sys.executable, "-c", code], limit), tmp_path)
+    assert outcome.verdict == expected
+
+
+def nudged_linear(x_TI, packed, **options):
+    """A linear layer whose rows depend on how many there are."""
+    return linear(x_TI, packed, **options) * (1.0 + (len(x_TI) > 1) * 2**-10)
+
+
+def test_linear_row_check_has_teeth():
+    assert linear_rows(TINY, torch.float16, CPU, (1, 3), run=nudged_linear)
+
+
+def nudged_attention(*args, max_query_len, **options):
+    """Attention that rounds spans otherwise than single queries."""
+    out = paged_attention(*args, max_query_len=max_query_len, **options)
+    return out * (1.0 + (max_query_len > 1) * 2**-10)
+
+
+def test_attention_row_check_has_teeth():
+    sizes = {"contexts": (33,), "spans": (1, 2), "num_rows": 2}
+    assert attention_rows(TINY, torch.float16, CPU, **sizes, run=nudged_attention)
