@@ -130,9 +130,10 @@ def write_kv_cpu(
     if q_norm_D is not None and k_norm_D is not None:
         x_TXD = x_TX2R.flatten(2)
         x_TXD = x_TXD * rms_scale_cpu(x_TXD, eps)
-        x_TXD[:, :num_heads].mul_(q_norm_D)
-        x_TXD[:, num_heads:].mul_(k_norm_D)
-        x_TX2R = x_TXD.unflatten(2, (2, half))
+        q_THD, k_TGD = x_TXD.split_with_sizes((num_heads, num_rotated - num_heads), 1)
+        q_THD.mul_(q_norm_D)
+        k_TGD.mul_(k_norm_D)
+        x_TX2R = x_TXD.view(num_tokens, num_rotated, 2, half)
     rotated_TX2R = torch.mul(x_TX2R, plan.cos_T11R).addcmul_(x_TX2R.flip(2), plan.sin_T12R)
     q_THD, k_TGD = rotated_TX2R.view(num_tokens, num_rotated, head_dim).split_with_sizes(
         (num_heads, num_rotated - num_heads), 1

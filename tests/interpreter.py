@@ -1,8 +1,8 @@
 """Makes Triton's CPU interpreter compute bf16 and fp8 as a GPU does, and `tl.dot` row by row alike.
 
 The stock interpreter (3.6 to 3.9) keeps bf16 and fp8 values as raw integers and does arithmetic on
-the bit patterns, truncates where a GPU rounds, and multiplies strided operands with BLAS kernels
-that depend on the number of rows. `install` patches the interpreter's builder: narrow floats are
+the bit patterns, truncates where a GPU rounds, and multiplies with BLAS kernels that depend on
+strides and on the number of rows. `install` patches the interpreter's builder: narrow floats are
 decoded to fp32, the stock operation runs, the result is rounded to nearest even. Reductions run in
 fp32 throughout (a GPU rounds each step). tests/test_interpreter.py fails where an upgrade of Triton
 breaks one of these promises.
@@ -35,6 +35,7 @@ FORMATS = {
     tl.float8e5: Format(torch.float8_e5m2, np.uint8, torch.uint8),
 }
 # fmt: off
+NARROW = tuple(FORMATS)
 ARITHMETIC_OPS = (
     "fadd", "fsub", "fmul", "fdiv", "frem", "fneg", "fma", "fabs", "clampf", "precise_divf",
     "approx_divf", "minimumf", "maximumf", "minnumf", "maxnumf", "floor", "ceil", "sqrt",
@@ -70,7 +71,7 @@ def encode(values: np.ndarray, dtype: tl.dtype, *, truncate: bool = False) -> Te
 
 
 def is_narrow(value: Any) -> bool:
-    return isinstance(value, TensorHandle) and value.dtype.scalar in FORMATS
+    return isinstance(value, TensorHandle) and value.dtype.scalar in NARROW
 
 
 def widen(value: Any) -> Any:
@@ -127,12 +128,16 @@ def _wrap_reduction(stock: Callable) -> Callable:
 
 
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """a @ b + d, operands made contiguous, accumulated in d's type (fp32 for narrow floats)."""
+    """a @ b + d, accumulated in d's type (fp32 for narrow floats), each row by its own product.
+
+    One product for the tile would take other BLAS kernels for other tile heights, so a row's bits
+    would depend on its tile; as they may not in the engine, they must not here.
+    """
     acc = widen(d).data
     product_dtype = np.float32 if np.issubdtype(acc.dtype, np.floating) else acc.dtype
     product_dtype = np.promote_types(product_dtype, acc.dtype)
     lhs, rhs = (np.ascontiguousarray(widen(h).data, dtype=product_dtype) for h in (a, b))
-    result = np.matmul(lhs, rhs) + acc
+    result = np.matmul(lhs[..., :, None, :], rhs[..., None, :, :])[..., 0, :] + acc
     if is_narrow(d):
         return encode(result, d.dtype.scalar)
     return TensorHandle(result.astype(acc.dtype), d.dtype.scalar)
@@ -149,7 +154,7 @@ def _wrap_fp_to_fp(stock: Callable) -> Callable:
     def run(self, src, dst_type, rounding_mode):
         truncate = rounding_mode == ir.ROUNDING_MODE.RTZ
         numpy_floats = (tl.float16, tl.float32, tl.float64)
-        if is_narrow(src) or dst_type.scalar in FORMATS:
+        if is_narrow(src) or dst_type.scalar in NARROW:
             return _convert(self, src, dst_type, None, truncate=truncate)
         if src.dtype.scalar in numpy_floats and dst_type.scalar in numpy_floats and not truncate:
             dtype = triton_interpreter._get_np_dtype(dst_type)
@@ -163,7 +168,7 @@ def _convert(builder, src, dst_type, stock, *, truncate: bool) -> TensorHandle:
     dst = dst_type.scalar
     if src.dtype.scalar == dst:
         return src
-    if dst in FORMATS:
+    if dst in NARROW:
         return encode(widen(src).data.astype(np.float32), dst, truncate=truncate)
     if is_narrow(src):
         return TensorHandle(decode(src).astype(triton_interpreter._get_np_dtype(dst_type)), dst)
