@@ -26,6 +26,8 @@ from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import implementation
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# On AMD one MFMA shape for every tile: 32-row tiles would take another by themselves.
+TARGET_OPTIONS: dict[str, Any] = {"matrix_instr_nonkdim": 16} if torch.version.hip else {}
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,12 @@ def pack_linear(weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> 
         check_shape("bias_O", bias_O, (num_out,))
         check_dtype("bias_O", bias_O, weight_OI.dtype, torch.float32)
         check_same_device(weight_OI=weight_OI, bias_O=bias_O)
+        bias_O = bias_O.contiguous()
     dtype = weight_OI.dtype
     if implementation("linear", weight_OI.device, has_cpu=True) != "cpu":
-        weight_OI = weight_OI.contiguous()
-        return PackedLinear("plain", num_in, num_out, weight_OI, bias_O, dtype)
+        return PackedLinear("plain", num_in, num_out, weight_OI.contiguous(), bias_O, dtype)
     weight = linear_cpu.pack(weight_OI, bias_O)
-    multiple = weight.row_multiple
-    return PackedLinear(weight.format, num_in, num_out, weight, bias_O, dtype, multiple)
+    return PackedLinear(weight.format, num_in, num_out, weight, bias_O, dtype, weight.row_multiple)
 
 
 def row_multiple(packed: PackedLinear) -> int:
@@ -147,16 +148,17 @@ def _linear_kernel(
         acc = tl.dot(x, w, acc, input_precision="ieee")
         x_base += BLOCK_I
         w_base += BLOCK_I
-    rows_t = first_t + tl.arange(0, BLOCK_T)
-    outs_o = first_o + tl.arange(0, BLOCK_O)
-    mask_o = outs_o < num_out
-    mask = (rows_t < num_rows)[:, None] & mask_o[None, :]
+    rows_t, outs_o = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_O)
+    mask_o = outs_o < num_out - tile_o * BLOCK_O
+    mask = (rows_t < num_rows - tile_t * BLOCK_T)[:, None] & mask_o[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + outs_o, mask=mask_o, other=0.0)[None, :].to(tl.float32)
+        bias = tl.load(bias_ptr + first_o + outs_o, mask=mask_o, other=0.0)
+        acc += bias[None, :].to(tl.float32)
     if HAS_RESIDUAL:
-        residual_ptrs = residual_ptr + rows_t[:, None] * stride_rt + outs_o[None, :]
+        residual_ptrs = residual_ptr + first_t * stride_rt + first_o
+        residual_ptrs += rows_t[:, None] * stride_rt + outs_o[None, :]
         acc += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
-    y_ptrs = y_ptr + rows_t[:, None] * num_out + outs_o[None, :]
+    y_ptrs = y_ptr + first_t * num_out + first_o + (rows_t[:, None] * num_out + outs_o[None, :])
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -172,11 +174,11 @@ class LinearConfig:
     num_stages: int
 
 
-def linear_config(num_rows: int, num_out: int, element_size: int) -> LinearConfig:
+def linear_config(num_rows: int, num_in: int, num_out: int, element_size: int) -> LinearConfig:
     """Return the tile for ``num_rows`` rows; block_i never depends on them (exactness).
 
     No tile compiles to HGMMA, whose sums may differ from HMMA's: on sm_90 that takes 64 rows and a
-    multiple of 4 warps, so the 64-row tile has 2. At most 64 KB of shared memory (gfx942).
+    multiple of 4 warps, so 64-row tiles have 2. At most 64 KB of shared memory (gfx942).
     """
     if element_size == 4:
         return LinearConfig(16 if num_rows <= 16 else 32, 32, 32, 8, 4, 2)
@@ -184,11 +186,12 @@ def linear_config(num_rows: int, num_out: int, element_size: int) -> LinearConfi
     block_o = 32 if num_out <= 8192 else 64
     if num_rows <= 16:
         return LinearConfig(16, block_o, 64, 1, 4, 7)
-    if num_rows <= 32:
-        return LinearConfig(32, block_o, 64, 1, 4, 5)
+    # 64-row tiles spill without 16-byte loads, 64x128 also without 16-byte stores (sm_80, sm_90).
+    if num_rows <= 32 or num_in % 16:
+        return LinearConfig(32, block_o, 64, 1 if num_rows <= 32 else 8, 4, 5)
     if num_rows <= 64:
         return LinearConfig(64, block_o, 64, 1, 2, 4)
-    return LinearConfig(64, 128, 64, 8, 2, 3)
+    return LinearConfig(64, 64 if num_out % 16 else 128, 64, 8, 2, 3)
 
 
 def _launch(
@@ -197,29 +200,31 @@ def _launch(
     bias_O: torch.Tensor | None,
     residual_TO: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run the kernel; rows of x and of the residual may be strided."""
+    """Run the kernel; x is copied where its strides rule out 16-byte loads."""
     num_rows, num_in = x_TI.shape
     num_out = weight_OI.shape[0]
     y_TO = x_TI.new_empty(num_rows, num_out)
     if num_rows == 0:
         return y_TO
-    x_TI = _unit_stride(x_TI)
-    residual_TO = y_TO if residual_TO is None else _unit_stride(residual_TO)
-    config = linear_config(num_rows, num_out, x_TI.element_size())
+    if x_TI.stride(1) != 1 or x_TI.stride(0) % 16:
+        x_TI = x_TI.contiguous()
+    if residual_TO is not None and residual_TO.stride(1) != 1:
+        residual_TO = residual_TO.contiguous()
+    config = linear_config(num_rows, num_in, num_out, x_TI.element_size())
     grid = (triton.cdiv(num_rows, config.block_t) * triton.cdiv(num_out, config.block_o),)
     _linear_kernel[grid](
         x_TI,
         weight_OI,
         weight_OI if bias_O is None else bias_O,
-        residual_TO,
+        y_TO if residual_TO is None else residual_TO,
         y_TO,
         num_rows,
         num_out,
         num_in,
         x_TI.stride(0),
-        residual_TO.stride(0),
+        0 if residual_TO is None else residual_TO.stride(0),
         HAS_BIAS=bias_O is not None,
-        HAS_RESIDUAL=residual_TO is not y_TO,
+        HAS_RESIDUAL=residual_TO is not None,
         IS_EVEN_I=num_in % config.block_i == 0,
         GROUP_T=config.group_t,
         BLOCK_T=config.block_t,
@@ -227,18 +232,9 @@ def _launch(
         BLOCK_I=config.block_i,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_target_options(),
+        **TARGET_OPTIONS,
     )
     return y_TO
-
-
-def _unit_stride(tensor_TC: torch.Tensor) -> torch.Tensor:
-    return tensor_TC if tensor_TC.stride(1) == 1 else tensor_TC.contiguous()
-
-
-def _target_options() -> dict[str, Any]:
-    """On AMD one MFMA shape for every tile: 32-row tiles would take another by themselves."""
-    return {"matrix_instr_nonkdim": 16} if torch.version.hip else {}
 
 
 def _matmul(
@@ -249,10 +245,9 @@ def _matmul(
 ) -> torch.Tensor:
     """The vendor's GEMM: its choice of kernel, and so a row's bits, may depend on T."""
     y_TO = torch.matmul(x_TI, weight_OI.T)
-    if bias_O is not None:
-        y_TO += bias_O
-    if residual_TO is not None:
-        y_TO += residual_TO
+    for term in (bias_O, residual_TO):
+        if term is not None:
+            y_TO += term
     return y_TO
 
 

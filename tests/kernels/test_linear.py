@@ -140,12 +140,13 @@ def test_kernel_writes_only_its_output_and_takes_strided_rows(
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 64, 65, 4096])
 @pytest.mark.parametrize("num_out", [1, 8192, 8193])
+@pytest.mark.parametrize("num_in", [577, 4096])
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_config_keeps_one_step_and_one_mma_class(
-    num_rows: int, num_out: int, element_size: int
+    num_rows: int, num_out: int, num_in: int, element_size: int
 ) -> None:
-    config = linear_config(num_rows, num_out, element_size)
-    assert config.block_i == linear_config(1, 1, element_size).block_i
+    config = linear_config(num_rows, num_in, num_out, element_size)
+    assert config.block_i == linear_config(1, num_in, 1, element_size).block_i
     assert config.block_t < 64 or config.num_warps % 4 != 0
     tile = (config.block_t + config.block_o) * config.block_i * element_size
     assert tile * (config.num_stages - 1) <= 64 * 1024
