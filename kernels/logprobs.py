@@ -84,11 +84,11 @@ def logprobs_cpu(logits_QV: torch.Tensor, tokens_Q: torch.Tensor, top_n: int = 0
     order_QC = largest_QC.sort(dim=-1, descending=True, stable=True).indices
     chunk_Qn = order_QC[:, :top_n].sort(dim=-1).values  # ascending: equal logits keep id order
     row_Qn = torch.arange(num_rows)[:, None].expand_as(chunk_Qn)
-    logits_n = chunk_logits(logits_QV, row_Qn.flatten(), chunk_Qn.flatten()).view(num_rows, -1)
+    logits_n = chunk_logits(logits_QV, row_Qn.flatten(), chunk_Qn.flatten())
     lane_L = torch.arange(NOISE_CHUNK)
     token_Qn = (chunk_Qn[:, :, None] * NOISE_CHUNK + lane_L).flatten(1)
-    best = logits_n.sort(dim=-1, descending=True, stable=True).indices[:, : min(top_n, vocab_size)]
-    top_ids_Qn = token_Qn.gather(1, best)
+    order_Qn = logits_n.view_as(token_Qn).sort(dim=-1, descending=True, stable=True).indices
+    top_ids_Qn = token_Qn.gather(1, order_Qn[:, : min(top_n, vocab_size)])
     is_undefined_Q1 = logprobs_QV[:, :1].isnan()
     return Logprobs(
         chosen_Q,

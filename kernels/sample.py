@@ -4,7 +4,8 @@
 and sample_index_Q int64.
 
 **Returns** tokens_Q int64. A row with temperature below MIN_TEMPERATURE takes its largest logit,
-any other the largest score ``logit / temperature + noise``, in fp32. Equal values: the lowest id.
+any other the largest score ``logit / temperature + noise``, in fp32 (what overflows there counts as
+infinite). Equal values: the lowest id.
 Columns of -inf are never drawn; +inf wins over everything finite, the lowest id of several first. A
 row that holds NaN, or nothing above -inf, yields INVALID_TOKEN.
 
@@ -179,7 +180,7 @@ def _merge_kernel(score_ptr, id_ptr, token_ptr, num_splits, MAX_SPLITS: tl.const
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """A tile is tile_chunks * NOISE_CHUNK columns; num_splits programs a row take num_tiles each."""
+    """A tile is tile_chunks * NOISE_CHUNK columns; num_splits programs a row do num_tiles each."""
 
     tile_chunks: int
     num_tiles: int
