@@ -7,7 +7,8 @@ integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,17 @@ def poisoned(
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = torch.full((num_bytes,), POISON, dtype=torch.uint8, device=device)
     return raw.view(dtype).view(shape)
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """Let torch use ``count`` threads for one op inside the ``with`` block."""
+    saved = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(saved)
 
 
 class Guarded:

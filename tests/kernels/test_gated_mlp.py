@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
+from pagedraft.kernels.dispatch import INTERPRETED
 from pagedraft.kernels.gated_mlp import (
     Activation,
     gated_mlp,
@@ -16,7 +17,7 @@ from pagedraft.kernels.gated_mlp import (
     gated_mlp_ref,
 )
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
-from pagedraft.tests.inputs import randn
+from pagedraft.tests.inputs import num_threads, randn
 
 
 class Case(NamedTuple):
@@ -111,3 +112,23 @@ def test_teeth_swapped_halves_fail():
 
 def test_cost():
     assert gated_mlp_cost(3, 64, 2) == (3 * 3 * 64 * 2, 6 * 3 * 64)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts interpreted launches")
+def test_one_launch_stays_inside_its_tensors_and_loads_once():
+    from pagedraft.tests.sanitizer import sanitize
+
+    gate_up_TF2 = randn(2, 2 * 1025)
+    with sanitize() as launches:
+        gated_mlp(gate_up_TF2)
+    assert [launch.num_programs for launch in launches] == [4]
+    assert launches[0].bytes_loaded(gate_up_TF2) == gate_up_TF2.numel() * 4
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_cpu_rows_do_not_depend_on_threads(activation):
+    gate_up_TF2 = randn(101, 2 * 1001)
+    with num_threads(1):
+        one_TF = gated_mlp_cpu(gate_up_TF2, activation)
+    with num_threads(3):
+        assert_same_bits(gated_mlp_cpu(gate_up_TF2, activation), one_TF)

@@ -9,16 +9,17 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from pagedraft.kernels.dispatch import use_implementation
+from pagedraft.kernels.dispatch import INTERPRETED, use_implementation
 from pagedraft.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_ref,
     rms_norm,
     rms_norm_cost,
+    rms_norm_cpu,
     rms_norm_ref,
 )
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
-from pagedraft.tests.inputs import Guarded, randn
+from pagedraft.tests.inputs import Guarded, num_threads, randn
 
 EPS = 1e-5
 
@@ -162,3 +163,24 @@ def test_reference_can_be_swapped_in(device):
 def test_cost():
     assert rms_norm_cost(3, 64, 2) == ((2 * 3 + 1) * 64 * 2, 4 * 3 * 64)
     assert rms_norm_cost(3, 64, 2, residual=True) == ((4 * 3 + 1) * 64 * 2, 5 * 3 * 64)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts interpreted launches")
+def test_one_launch_stays_inside_its_tensors_and_loads_once():
+    from pagedraft.tests.sanitizer import sanitize
+
+    x_TE, residual_TE, weight_E = make(Case(3, 72), torch.device("cpu"))
+    with sanitize() as launches:
+        add_rms_norm(x_TE, residual_TE, weight_E, EPS)
+    assert [(launch.name, launch.num_programs) for launch in launches] == [
+        ("_add_rms_norm_kernel", 3)
+    ]
+    assert launches[0].bytes_loaded(x_TE) == x_TE.numel() * 4
+
+
+def test_cpu_rows_do_not_depend_on_threads():
+    x_TE, _, weight_E = make(Case(101, 1001), torch.device("cpu"))
+    with num_threads(1):
+        one_TE = rms_norm_cpu(x_TE, weight_E, EPS)
+    with num_threads(3):
+        assert_same_bits(rms_norm_cpu(x_TE, weight_E, EPS), one_TE)

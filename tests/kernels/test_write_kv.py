@@ -10,6 +10,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from pagedraft.kernels.dispatch import INTERPRETED
 from pagedraft.kernels.write_kv import (
     plan_write_kv,
     write_kv,
@@ -18,7 +19,7 @@ from pagedraft.kernels.write_kv import (
     write_kv_ref,
 )
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
-from pagedraft.tests.inputs import Guarded, randn
+from pagedraft.tests.inputs import Guarded, num_threads, randn
 
 CPU = torch.device("cpu")
 MAX_POSITIONS = 512
@@ -225,3 +226,24 @@ def test_teeth_interleaved_rotation_fails():
 
 def test_cost():
     assert write_kv_cost(1, 4, 2, 32, 2) == (16 * 32 * 2 + 8 * 16 + 12, 3 * 6 * 32)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts interpreted launches")
+def test_one_launch_stays_inside_its_tensors_and_loads_once():
+    from pagedraft.tests.sanitizer import sanitize
+
+    inputs = Inputs(Case(head_dim=24, qk_norm=True), CPU)
+    with sanitize() as launches:
+        write_kv(inputs.qkv_TC, *inputs.tables, *inputs.caches, inputs.case.heads, *inputs.norms)
+    assert [launch.name for launch in launches] == ["_write_kv_kernel"]
+    assert launches[0].bytes_loaded(inputs.qkv_TC) == inputs.qkv_TC.numel() * 4
+
+
+def test_cpu_rows_do_not_depend_on_threads():
+    inputs = Inputs(Case(200, head_dim=40, qk_norm=True), CPU)
+    plan = plan_write_kv(*inputs.tables, 2, 16)
+    args = (inputs.qkv_TC, plan, *inputs.caches, 4, *inputs.norms)
+    with num_threads(1):
+        one_THD = write_kv_cpu(*args)
+    with num_threads(3):
+        assert_same_bits(write_kv_cpu(*args), one_THD)
