@@ -38,7 +38,8 @@ gpu-check:  ## kernel tests, exactness and first timings on a CUDA machine; inst
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p pagedraft.decoding -p pagedraft.scheduler
+	@mkdir -p build/path && ln -sfn ../.. build/path/pagedraft
+	MYPYPATH=build/path $(BIN)/mypy -p pagedraft.decoding -p pagedraft.scheduler
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

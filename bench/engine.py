@@ -24,12 +24,10 @@ from pagedraft.scheduler.demo_prompts import CHAT_QUESTIONS, CODE_EDITS
 from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.metrics import percentile
 
-TEXT = (
-    "The lighthouse keeper had lived on the island for thirty years. Every evening he climbed the "
-    "stairs, lit the lamp and watched the ships pass on their way to the harbour. One night a storm "
-    "came up from the west, and the lamp went out. He took his tools, climbed the stairs once more, "
-    "and then he saw that"
-)
+TEXT = """\
+The lighthouse keeper had lived on the island for thirty years. Every evening he climbed the stairs,
+lit the lamp and watched the ships pass on their way to the harbour. One night a storm came up from
+the west, and the lamp went out. He took his tools, climbed the stairs once more, and then he saw"""
 
 
 @dataclass(frozen=True)

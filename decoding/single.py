@@ -1,7 +1,7 @@
 """Decoding in its two plainest forms: one sequence, no scheduler. Read this first.
 
-``generate_with_kv_cache`` is plain decoding. ``speculative_decode`` drafts, verifies in one pass and
-rolls back at the first mismatch; its output is the same. The engine does the same for many requests
+``generate_with_kv_cache`` is plain decoding. ``speculative_decode`` drafts, verifies in one pass,
+rolls back at the first mismatch, and returns the same. The engine does this for many requests
 at once, and its tests compare it with these two.
 """
 

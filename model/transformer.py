@@ -83,20 +83,23 @@ class Transformer:
         return model
 
     def _layer(self, weights: dict[str, torch.Tensor], index: int) -> Layer:
-        def get(name: str) -> torch.Tensor | None:
+        def get(name: str) -> torch.Tensor:
+            return weights.pop(f"layers.{index}.{name}")
+
+        def maybe(name: str) -> torch.Tensor | None:
             return weights.pop(f"layers.{index}.{name}", None)
 
-        def norm(name: str) -> torch.Tensor | None:
-            weight = get(name)
+        def head_norm(name: str) -> torch.Tensor | None:
+            weight = maybe(name)
             return None if weight is None else weight.to(self.activation_dtype)
 
         return Layer(
-            input_norm_E=norm("input_norm"),
-            qkv=pack_linear(get("qkv"), get("qkv_bias")),
-            q_norm_D=norm("q_norm"),
-            k_norm_D=norm("k_norm"),
-            o=pack_linear(get("o"), get("o_bias")),
-            post_norm_E=norm("post_norm"),
+            input_norm_E=get("input_norm").to(self.activation_dtype),
+            qkv=pack_linear(get("qkv"), maybe("qkv_bias")),
+            q_norm_D=head_norm("q_norm"),
+            k_norm_D=head_norm("k_norm"),
+            o=pack_linear(get("o"), maybe("o_bias")),
+            post_norm_E=get("post_norm").to(self.activation_dtype),
             gate_up=pack_linear(get("gate_up")),
             down=pack_linear(get("down")),
         )

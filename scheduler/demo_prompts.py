@@ -69,9 +69,12 @@ def format_config(config):
     return "\\n".join(lines)
 """
 
-CODE_EDITS = (
-    f"Repeat this Python code, but rename `Inventory` to `Warehouse`:\n\n```python\n{_INVENTORY}```",
-    f"Repeat this Python code, but rename `mean` to `average`:\n\n```python\n{_STATISTICS}```",
-    f"Repeat this Python code, but rename `config` to `settings`:\n\n```python\n{_PARSER}```",
-    f"Add a docstring to each function of this code:\n\n```python\n{_STATISTICS}```",
+CODE_EDITS = tuple(
+    f"{task}\n\n```python\n{code}```"
+    for task, code in (
+        ("Repeat this Python code, but rename `Inventory` to `Warehouse`:", _INVENTORY),
+        ("Repeat this Python code, but rename `mean` to `average`:", _STATISTICS),
+        ("Repeat this Python code, but rename `config` to `settings`:", _PARSER),
+        ("Add a docstring to each function of this code:", _STATISTICS),
+    )
 )

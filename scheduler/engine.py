@@ -98,6 +98,7 @@ class Engine:
         for request in plan.preempted:
             self.running.remove(request)
             self.waiting.append(request)
+            request.num_drafts = 0
             self._forget(request)
         for request in plan.admitted:
             self.waiting.remove(request)

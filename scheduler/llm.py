@@ -139,8 +139,9 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Like ``generate`` for conversations: lists of {"role", "content"} messages."""
-        many = messages if messages and isinstance(messages[0], list) else [messages]
-        return self.generate([self.chat_ids(one) for one in many], params)
+        one = bool(messages) and isinstance(messages[0], dict)
+        many: list[Any] = [messages] if one else list(messages)
+        return self.generate([self.chat_ids(conversation) for conversation in many], params)
 
     def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation under the model's chat template, ready for an answer."""

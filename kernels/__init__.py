@@ -1,1 +1,0 @@
-"""Operations: one file each, with reference, Triton kernel, launcher and cost."""

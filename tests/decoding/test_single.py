@@ -1,0 +1,85 @@
+"""The two teaching functions: against transformers, and against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedraft.decoding import SamplingParams, generate_with_kv_cache, speculative_decode
+from pagedraft.kernels.dispatch import use_implementation
+from pagedraft.model.transformer import Transformer
+from pagedraft.tests.model.tiny import save_tiny
+
+pytestmark = pytest.mark.usefixtures("cpu_path")
+PROMPT = [5, 9, 33, 7, 60, 61, 5, 9]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("single")
+    reference = save_tiny(root / "target", "qwen3", seed=0)
+    save_tiny(root / "draft", "qwen3", seed=1, num_hidden_layers=1)
+    with use_implementation("cpu"):
+        return reference, *(Transformer.from_folder(root / name) for name in ("target", "draft"))
+
+
+def test_greedy_equals_transformers(models):
+    reference, target, _ = models
+    expected = reference.generate(
+        torch.tensor([PROMPT]), do_sample=False, max_length=40, pad_token_id=0
+    )[0].tolist()
+    assert generate_with_kv_cache(target, PROMPT, 40) == expected
+
+
+SAMPLING = {
+    "greedy": None,
+    "warm": SamplingParams(temperature=0.8, seed=7),
+    "hot": SamplingParams(temperature=1.5, seed=2**64 - 1),
+}
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 4, 9])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_speculation_changes_nothing(models, sampling, num_drafts):
+    _, target, draft = models
+    params = SAMPLING[sampling]
+    expected = generate_with_kv_cache(target, PROMPT, 40, params=params)
+    got = speculative_decode(
+        PROMPT, draft, target, num_drafts=num_drafts, max_length=40, params=params
+    )
+    assert got == expected
+    assert expected[: len(PROMPT)] == PROMPT
+
+
+def test_max_length_defaults_to_the_prompt_plus_max_tokens(models):
+    _, target, draft = models
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    got = speculative_decode(PROMPT, draft, target, params=params)
+    assert len(got) == len(PROMPT) + 5
+
+
+def test_the_prompt_is_left_alone(models):
+    _, target, _ = models
+    prompt = list(PROMPT)
+    generate_with_kv_cache(target, prompt, 12)
+    assert prompt == PROMPT
+
+
+BAD = {
+    "empty prompt": (([], 10), "at least one token"),
+    "id out of range": (([500], 10), "token ids from 0 to 96, got 500"),
+    "too long": ((PROMPT, 1000), "max_length: expected at most 128 positions, got 1000"),
+    "text without tokenizer": (("hi", 10), "needs a tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors(models, name):
+    (prompt, max_length), message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        generate_with_kv_cache(models[1], prompt, max_length)
+
+
+def test_a_model_is_found_or_named(tmp_path):
+    with pytest.raises((ValueError, FileNotFoundError), match="nowhere"):
+        generate_with_kv_cache(tmp_path / "nowhere", PROMPT, 10)

@@ -1,0 +1,101 @@
+"""The forward pass against transformers in fp32, on the CPU path and on interpreted kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedraft.kernels.dispatch import INTERPRETED, use_implementation
+from pagedraft.model.batch import Span, build_step_batch
+from pagedraft.model.kv_cache import KVCache
+from pagedraft.model.transformer import Transformer
+from pagedraft.tests.model.tiny import TINY, save_tiny
+
+BLOCK_SIZE = 8
+TOKENS = [5, 9, 33, 7, 60, 61, 5, 9, 33, 8, 20, 90, 14]
+# How a context of 13 tokens may be fed: span lengths.
+FEEDS = {
+    "at once": [13],
+    "one by one": [1] * 13,
+    "chunks over block edges": [5, 5, 3],
+    "prompt and verify": [9, 4],
+}
+
+
+def feed(model: Transformer, spans: list[int]) -> torch.Tensor:
+    """Logits [13, V] of TOKENS fed in ``spans``, in a pool with shuffled blocks."""
+    cache = KVCache(model.config, 6, BLOCK_SIZE, model.activation_dtype, model.device)
+    for tensor in (*cache.k, *cache.v):
+        tensor.fill_(torch.nan)
+    start, logits = 0, []
+    for length in spans:
+        span = Span(TOKENS[start : start + length], start, [4, 2], length)
+        batch = build_step_batch(
+            [span], block_size=BLOCK_SIZE, device=model.device, row_multiple=model.row_multiple
+        )
+        logits.append(model.forward(batch, cache))
+        start += length
+    return torch.cat(logits)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of all tiny models and transformers' logits for TOKENS."""
+    root = tmp_path_factory.mktemp("models")
+    result = {}
+    for name in TINY:
+        reference = save_tiny(root / name, name)
+        with torch.inference_mode():
+            result[name] = root / name, reference(torch.tensor([TOKENS])).logits[0]
+    return result
+
+
+@pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize("feeding", FEEDS)
+@pytest.mark.parametrize("name", TINY)
+def test_cpu_path_equals_transformers(saved, name, feeding):
+    folder, expected = saved[name]
+    logits = feed(Transformer.from_folder(folder), FEEDS[feeding])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "llama-tied"])
+def test_triton_kernels_equal_transformers(saved, name, device):
+    folder, expected = saved[name]
+    model = Transformer.from_folder(folder, device=device)
+    logits = feed(model, FEEDS["prompt and verify"]).cpu()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("feeding", list(FEEDS)[1:])
+def test_bits_do_not_depend_on_the_feeding(saved, dtype, feeding):
+    model = Transformer.from_folder(saved["llama"][0], dtype=dtype)
+    assert torch.equal(feed(model, FEEDS["at once"]), feed(model, FEEDS[feeding]))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="bits on a GPU are bench/gpu_check.py's matter")
+def test_bits_on_interpreted_kernels(saved):
+    model = Transformer.from_folder(saved["llama"][0], dtype=torch.float16)
+    assert torch.equal(feed(model, [9, 4]), feed(model, [9, 1, 1, 1, 1]))
+
+
+@pytest.mark.usefixtures("cpu_path")
+def test_prompt_chunks_without_logits_cost_no_head(saved):
+    model = Transformer.from_folder(saved["llama"][0])
+    cache = KVCache(model.config, 6, BLOCK_SIZE, model.activation_dtype, model.device)
+    batch = build_step_batch(
+        [Span(TOKENS, 0, [1, 2], 0)], block_size=BLOCK_SIZE, device=model.device
+    )
+    assert model.forward(batch, cache).shape == (0, 97)
+
+
+def test_one_op_can_be_swapped_to_its_reference(saved):
+    """With every op's reference the same weights give the same numbers, up to rounding."""
+    with use_implementation("cpu"):
+        model = Transformer.from_folder(saved["qwen3"][0])
+        expected = feed(model, [13])
+    with use_implementation("ref"):
+        logits = feed(model, [13])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
