@@ -26,9 +26,9 @@ Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS = ("silu", "gelu_tanh")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
-# torch runs gelu on up to this many elements, and silu on 32768, in one piece. Larger ones are cut
-# for the threads anywhere in a row, and the elements at a cut take another exp: other bits.
-MAX_CPU_ELEMENTS = 24576
+# torch runs gelu on up to this many elements, and silu on twice as many, in one piece. Larger ones
+# are cut for the threads anywhere in a row, and the elements at a cut take another exp: other bits.
+MAX_CPU_ELEMENTS = 16384
 
 
 def _activate(gate: torch.Tensor, activation: Activation) -> torch.Tensor:

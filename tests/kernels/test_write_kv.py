@@ -143,25 +143,23 @@ def test_layout(name, device):
     assert_same_bits(inputs.caches[0], plain.caches[0])
 
 
+def planned_write_kv(inputs: Inputs, tokens: int) -> torch.Tensor:
+    """The CPU path on the first ``tokens`` tokens."""
+    case = inputs.case
+    tables = (*inputs.tables[:2], *(table[:tokens] for table in inputs.tables[2:]))
+    plan = plan_write_kv(*tables, case.kv_heads, case.block_size)
+    qkv_TC = inputs.qkv_TC[:tokens]
+    return write_kv_cpu(qkv_TC, plan, *inputs.caches, case.heads, *inputs.norms)
+
+
 @pytest.mark.parametrize("case", [Case(200, 9, 3, 64, 64), Case(200, head_dim=40, qk_norm=True)])
 @pytest.mark.parametrize("tokens", [*range(1, 41), 199])
-def test_cpu_rows_do_not_depend_on_their_number(tokens, case):
+def test_cpu_rows_do_not_depend_on_their_number_or_threads(tokens, case):
     full, part = Inputs(case, CPU), Inputs(case, CPU)
-    full_THD, part_THD = (
-        write_kv_cpu(
-            inputs.qkv_TC[:count],
-            plan_write_kv(
-                *inputs.tables[:2],
-                *(table[:count] for table in inputs.tables[2:]),
-                case.kv_heads,
-                case.block_size,
-            ),
-            *inputs.caches,
-            case.heads,
-            *inputs.norms,
-        )
-        for inputs, count in ((full, case.tokens), (part, tokens))
-    )
+    with num_threads(1):
+        full_THD = planned_write_kv(full, case.tokens)
+    with num_threads(3):
+        part_THD = planned_write_kv(part, tokens)
     assert_same_bits(part_THD, full_THD[:tokens])
     assert_same_bits(part.written(part.caches[0])[:tokens], full.written(full.caches[0])[:tokens])
 
@@ -237,13 +235,3 @@ def test_one_launch_stays_inside_its_tensors_and_loads_once():
         write_kv(inputs.qkv_TC, *inputs.tables, *inputs.caches, inputs.case.heads, *inputs.norms)
     assert [launch.name for launch in launches] == ["_write_kv_kernel"]
     assert launches[0].bytes_loaded(inputs.qkv_TC) == inputs.qkv_TC.numel() * 4
-
-
-def test_cpu_rows_do_not_depend_on_threads():
-    inputs = Inputs(Case(200, head_dim=40, qk_norm=True), CPU)
-    plan = plan_write_kv(*inputs.tables, 2, 16)
-    args = (inputs.qkv_TC, plan, *inputs.caches, 4, *inputs.norms)
-    with num_threads(1):
-        one_THD = write_kv_cpu(*args)
-    with num_threads(3):
-        assert_same_bits(write_kv_cpu(*args), one_THD)
