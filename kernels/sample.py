@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -86,19 +87,20 @@ def sample_cpu(logits_QV: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
     top_Q = largest_QC.amax(-1)
     first_Q = first_largest(logits_QV, largest_QC)
     tokens_Q = first_Q.masked_fill(~(top_Q > float("-inf")), INVALID_TOKEN)
-    rows_S = (_is_sampled(batch) & top_Q.isfinite()).nonzero()[:, 0]
-    if rows_S.shape[0] == 0:
+    row_S = (_is_sampled(batch) & top_Q.isfinite()).nonzero()[:, 0]
+    if row_S.shape[0] == 0:
         return tokens_Q
-    rows = Rows(
-        1.0 / batch.temperature_Q[rows_S],
-        batch.position_Q[rows_S],
-        batch.seed_Q[rows_S],
-        _sample_index(batch)[rows_S],
+    parameters = (
+        1.0 / batch.temperature_Q,
+        batch.position_Q,
+        batch.seed_Q,
+        _sample_index(batch),
     )
-    is_all = rows_S.shape[0] == logits_QV.shape[0]
-    logits_SV = logits_QV if is_all else logits_QV[rows_S]
-    drawn_S, score_S = draw(logits_SV, largest_QC[rows_S], first_Q[rows_S], rows)
-    tokens_Q[rows_S] = drawn_S.masked_fill_(score_S == float("-inf"), INVALID_TOKEN)
+    rows = Rows(row_S.numpy(), *(vector[row_S].numpy() for vector in parameters))
+    with np.errstate(over="ignore"):  # a quotient that overflows is infinite
+        drawn_S, score_S = draw(logits_QV, largest_QC[row_S].numpy(), first_Q[row_S].numpy(), rows)
+    drawn_S[score_S == float("-inf")] = INVALID_TOKEN
+    tokens_Q[row_S] = torch.from_numpy(drawn_S)
     return tokens_Q
 
 

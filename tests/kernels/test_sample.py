@@ -88,7 +88,7 @@ def test_agrees_with_the_reference(name: str, implementation: str, device: torch
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 50.0])
 @pytest.mark.parametrize("implementation", [*FAST, "ref"])
 @pytest.mark.parametrize("name", SPECIAL_ROWS)
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning:triton")
 def test_special_rows(
     name: str, implementation: str, temperature: float, device: torch.device
 ) -> None:
@@ -186,6 +186,15 @@ def test_pruning_changes_no_token(name: str, vocab_size: int) -> None:
     logits_QV[:, ::4999] += 5 * spike
     batch = _batch([temperature], 12, torch.device("cpu"))
     assert torch.equal(sample(logits_QV, batch), sample_ref(logits_QV, batch))
+
+
+@pytest.mark.usefixtures("cpu_path")
+def test_pruning_too_much_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Teeth: a bound that is too low changes tokens of the cases above."""
+    monkeypatch.setattr(sample_cpu, "_SLACK", -2.0)
+    logits_QV = randn(12, 20_000, scale=4.0)
+    batch = _batch([8.0], 12, torch.device("cpu"))
+    assert not torch.equal(sample(logits_QV, batch), sample_ref(logits_QV, batch))
 
 
 @pytest.mark.usefixtures("cpu_path")
