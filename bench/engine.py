@@ -7,16 +7,20 @@ outputs with and without drafts are the same tokens.
 
 from __future__ import annotations
 
-import os
+import argparse
+import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from pagedraft.bench.peers import TransformersPeer
+from pagedraft.bench.report import header, print_header, results_folder, write_json
 from pagedraft.bench.table import print_table
 from pagedraft.decoding.params import SamplingParams
 from pagedraft.model.demo import resolve_model
@@ -42,12 +46,12 @@ class Row:
     ratios: list[float]
 
 
-def run(model: str = "demo", rounds: int = 3, num_tokens: int = 128) -> dict[str, Any]:
-    """Measure, print the table and return it as a JSON-ready dict."""
+def run(model: str, device: torch.device, rounds: int, num_tokens: int) -> dict[str, Any]:
+    """Measure, print the table and return everything as a JSON-ready dict."""
     folder = resolve_model(model)
-    llm = LLM(folder, dtype="bf16", device="cpu")
-    peer = TransformersPeer(folder, torch.bfloat16)
-    text_ids = (llm.tokenizer.encode(TEXT) * 2)[:64]
+    llm = LLM(folder, dtype="bf16", device=device)
+    peer = TransformersPeer(folder, torch.bfloat16, device)
+    text_ids = llm.tokenizer.encode(TEXT)[:64]
     edit_ids = llm.chat_ids([{"role": "user", "content": CODE_EDITS[0]}])
     batch_ids = [
         llm.chat_ids([{"role": "user", "content": f"{question} ({index})"}])
@@ -55,7 +59,7 @@ def run(model: str = "demo", rounds: int = 3, num_tokens: int = 128) -> dict[str
         for question in CHAT_QUESTIONS
     ]
     llm.generate([text_ids, edit_ids], SamplingParams(max_tokens=4, temperature=0))
-    same = _outputs_agree(llm, [text_ids, edit_ids], num_tokens)
+    _check_outputs(llm, [text_ids, edit_ids], num_tokens)
 
     def ours(prompts: Sequence[list[int]], speculate: bool) -> Callable[[], float]:
         return lambda: _ours(llm, prompts, num_tokens, speculate)
@@ -63,36 +67,35 @@ def run(model: str = "demo", rounds: int = 3, num_tokens: int = 128) -> dict[str
     def theirs(prompts: Sequence[list[int]], **options: Any) -> Callable[[], float]:
         return lambda: _theirs(peer, prompts, num_tokens, options)
 
+    lookup = theirs([edit_ids], prompt_lookup_num_tokens=8)
     rows = [
         _compare("single stream", 1.8, ours([text_ids], False), theirs([text_ids]), rounds),
         _compare("16 requests", 1.5, ours(batch_ids, False), theirs(batch_ids), rounds),
-        _compare("code edit, ngram", 2.5, ours([edit_ids], True), theirs([edit_ids]), rounds),
-        _compare("code edit, plain", 0.0, ours([edit_ids], False), theirs([edit_ids]), rounds),
+        _compare(
+            "code edit: ngram, plain", 2.5, ours([edit_ids], True), theirs([edit_ids]), rounds
+        ),
+        _compare("code edit: plain, plain", 0, ours([edit_ids], False), theirs([edit_ids]), rounds),
+        _compare("code edit: ngram, lookup", 0, ours([edit_ids], True), lookup, rounds),
     ]
-    ttft = _ttft(llm, text_ids, 50)
+    ttft = _ttft(llm, text_ids, 100)
     result = {
-        "bench": "engine",
-        "model": str(model),
+        "model": model,
         "prompt_tokens": {"text": len(text_ids), "edit": len(edit_ids)},
         "new_tokens": num_tokens,
-        "threads": torch.get_num_threads(),
-        "omp": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "KMP_", "GOMP_"))},
-        "identical_with_speculation": same,
         "rows": [asdict(row) for row in rows],
-        "ttft_64_ms": {f"p{p}": 1e3 * percentile(ttft, p) for p in (50, 95, 99)},
+        "ttft_64_ms": {f"p{p}": round(1e3 * percentile(ttft, p), 1) for p in (50, 95, 99)},
     }
     _print(rows, result)
     return result
 
 
-def _outputs_agree(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> bool:
+def _check_outputs(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> None:
     """The correctness gate: speculation must not be visible in the tokens."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     with_drafts = llm.generate(list(prompts), params)
     without = llm.generate(list(prompts), replace(params, speculate=False))
     if [c.token_ids for c in with_drafts] != [c.token_ids for c in without]:
         raise RuntimeError("speculation changed the output: no speed is reported")
-    return True
 
 
 def _ours(llm: LLM, prompts: Sequence[list[int]], num_tokens: int, speculate: bool) -> float:
@@ -157,3 +160,28 @@ def _print(rows: Sequence[Row], result: dict[str, Any]) -> None:
         f"p50 {ttft['p50']:.0f} ms, p95 {ttft['p95']:.0f} ms, p99 {ttft['p99']:.0f} ms "
         "(target p99 <= 100 ms)"
     )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(prog="python -m pagedraft.bench.engine", description=__doc__)
+    parser.add_argument("--model", default="demo", help="local folder, hub id or demo")
+    parser.add_argument("--device", default=device, choices=("cuda", "cpu"))
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of runs a row")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens a request")
+    parser.add_argument("--out", default=None, help="folder for the JSON")
+    options = parser.parse_args(arguments)
+    where = torch.device(options.device)
+    facts = header(where)
+    print_header(facts)
+    result = run(options.model, where, options.rounds, options.tokens)
+    document = {"bench": "engine", **facts, **result}
+    folder = Path(options.out) if options.out else results_folder(where)
+    write_json(folder / f"engine-{Path(options.model).name}-bf16.json", document)
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

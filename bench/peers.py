@@ -12,11 +12,13 @@ import torch
 class TransformersPeer:
     """Greedy ``generate`` of a model folder in ``dtype``; fixed numbers of new tokens."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.model: Any = model.to(device).eval()
+        self.device = device
 
     @torch.inference_mode()
     def generate(
@@ -25,8 +27,9 @@ class TransformersPeer:
         """New token ids of a static batch, padded on the left. ``options`` go to ``generate``."""
         width = max(map(len, prompts))
         pad_id = self.tokenizer.pad_token_id or 0
-        ids = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts])
+        ids = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts], device=self.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        mask = mask.to(self.device)
         output = self.model.generate(
             ids,
             attention_mask=mask,

@@ -1,0 +1,30 @@
+"""``python -m pagedraft.bench [kernels] [engine]``: what this machine can do, in a few minutes.
+
+Kernels first (each gated by a comparison with its reference), then the engine against transformers
+on the demo model. ``python -m pagedraft.bench.kernels --help`` has the options of one part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from pagedraft.bench import engine, kernels
+
+PARTS: dict[str, Callable[[list[str]], int]] = {"kernels": kernels.main, "engine": engine.main}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the named parts, all of them by default; return 1 if any failed its gate."""
+    parser = argparse.ArgumentParser(prog="python -m pagedraft.bench", description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {list(PARTS)}; all by default")
+    names = parser.parse_args(arguments).parts or list(PARTS)
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        parser.error(f"unknown parts {unknown}, expected some of {list(PARTS)}")
+    return max(PARTS[name]([]) for name in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
