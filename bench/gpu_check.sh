@@ -15,4 +15,5 @@ export TRITON_INTERPRET="$DRY"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$PWD/build/gpu-cache}"
 export HF_HUB_OFFLINE=1
 export PYTHONUNBUFFERED=1
+if [ "$DRY" = 1 ]; then export OMP_NUM_THREADS=1; fi
 exec "$PYTHON" -m pagedraft.bench.gpu_check
