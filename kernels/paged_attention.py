@@ -198,7 +198,7 @@ def _check(
     for name, cache in (("k_cache_NGBD", k_cache_NGBD), ("v_cache_NGBD", v_cache_NGBD)):
         check_dtype(name, cache, q_THD.dtype)
         if cache.ndim != 4 or cache.shape != k_cache_NGBD.shape:
-            check_shape(name, cache, (None, None, None, q_THD.shape[-1]))
+            check_shape(name, cache, (*k_cache_NGBD.shape[:3], q_THD.shape[-1]))
         check_contiguous(name, cache)
     num_heads, head_dim = q_THD.shape[1:]
     _, num_kv_heads, block_size, _ = k_cache_NGBD.shape

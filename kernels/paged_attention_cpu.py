@@ -167,8 +167,9 @@ def attend_group(
     if group.dead.numel():
         v_bWD.view(-1, head_dim).index_fill_(0, group.dead, 0.0)
 
-    q_bPD = q_xD.index_select(0, group.queries).float().mul_(scale)
-    scores_bPW = torch.bmm(q_bPD.view(batch, num_packed, head_dim), k_bWD.transpose(1, 2))
+    q_bPD = q_xD.index_select(0, group.queries).view(batch, num_packed, head_dim).float()
+    scores_bPW = q_bPD.new_empty(batch, num_packed, width)
+    scores_bPW.baddbmm_(q_bPD, k_bWD.transpose(1, 2), beta=0, alpha=scale)
     if group.mask_from < width:
         tail = scores_bPW.view(-1, num_kv_heads, num_packed, width)
         tail = tail.narrow(3, group.mask_from, width - group.mask_from)

@@ -26,7 +26,10 @@ def _find_row(starts_ptr, num_entries, index, QUERIES: tl.constexpr, TILES_PER_R
 
 @triton.jit
 def _find_queries(starts_ptr, lens_ptr, num_rows, QUERIES: tl.constexpr, IS_ONE_TILE: tl.constexpr):
-    """Return (row, first token, number of queries, first query's position) of a program's tile."""
+    """Return (row, first token, number of queries, position of the first, keys that the last sees).
+
+    Tiles past the last row's have no queries; a row without context has no keys.
+    """
     tile = tl.program_id(0)
     if IS_ONE_TILE:
         row = tile
@@ -38,8 +41,9 @@ def _find_queries(starts_ptr, lens_ptr, num_rows, QUERIES: tl.constexpr, IS_ONE_
     end = tl.load(starts_ptr + row + 1)
     kv_len = tl.load(lens_ptr + row)
     num_queries = tl.maximum(tl.minimum(end - token, QUERIES), 0)
-    num_queries = tl.where(kv_len > 0, num_queries, 0)
-    return row, token, num_queries, kv_len - (end - token)
+    first_position = kv_len - (end - token)
+    kv_end = tl.where(kv_len > 0, first_position + num_queries, 0)
+    return row, token, num_queries, first_position, kv_end
 
 
 @triton.jit
@@ -147,7 +151,7 @@ def _load_tile(
     row, its mask, its position, the first query's position, keys that the last query sees).
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    row, token, num_queries, first_position = _find_queries(
+    row, token, num_queries, first_position, kv_end = _find_queries(
         starts_ptr, lens_ptr, num_rows, QUERIES, IS_ONE_TILE
     )
     head = tl.program_id(1)
@@ -161,7 +165,6 @@ def _load_tile(
         mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :],
         other=0.0,
     )  # [BLOCK_M, BLOCK_D]
-    kv_end = tl.where(num_queries > 0, first_position + num_queries, 0)
     head_start = head * (BLOCK_SIZE * HEAD_DIM)
     table_row_ptr = table_ptr + row.to(tl.int64) * stride_table
     cache = (k_ptr + head_start, v_ptr + head_start, table_row_ptr)
