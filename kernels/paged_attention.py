@@ -94,17 +94,21 @@ def attention_config(
     """Return the tile; block_n never depends on the span (exactness).
 
     No tile compiles to HGMMA, whose sums may differ from HMMA's: on sm_90 that takes 64 rows and a
-    multiple of 4 warps, so a tile of 64 rows or more has 2. Shared memory stays under 99 KB
-    (sm_86), on AMD under 64 KB. Thresholds follow from offline compiles, not from a GPU run.
+    multiple of 4 warps, so a tile of 64 rows or more has 2. Keys and values of a tile take at most
+    32 KB; five stages hold two such tiles, because the block table's load is a stage of its own.
+    Shared memory stays under 99 KB (sm_86), on AMD under 64 KB. fp32 products run without tensor
+    cores and spill in larger tiles. Thresholds follow from offline compiles, not from a GPU run.
     """
-    key_bytes = triton.next_power_of_2(head_dim) * element_size
-    block_m = 16 if group * max_query_len <= 16 else 32
+    is_fp32 = element_size == 4
+    block_m = 16 if is_fp32 or group * max_query_len <= 16 else 32
     block_m = max(block_m, triton.next_power_of_2(group))
+    key_bytes = triton.next_power_of_2(head_dim) * element_size
+    block_n = max(16, min(32 if is_fp32 else 64, 2**14 // key_bytes))
     return AttentionConfig(
         block_m=block_m,
-        block_n=64 if key_bytes <= 256 else 32,
+        block_n=block_n,
         num_warps=4 if block_m <= 32 else 2,
-        num_stages=2 if is_hip else 5 if key_bytes <= 256 else 3,
+        num_stages=2 if is_hip else 3 if is_fp32 else 5,
     )
 
 
@@ -143,8 +147,8 @@ def launch(
     num_tiles = num_rows if is_one_tile else num_tokens // queries + num_rows
     num_segments = triton.cdiv(max_kv_len, SEGMENT)
     if segments_per_program is None:
-        num_programs = num_tiles * num_kv_heads * num_segments
-        segments_per_program = max(1, num_programs // TARGET_PROGRAMS)
+        num_pieces = max(1, TARGET_PROGRAMS // (num_tiles * num_kv_heads))
+        segments_per_program = triton.cdiv(num_segments, num_pieces)
     block_d = triton.next_power_of_2(head_dim)
     inputs = (q_THD, k_cache_NGBD, v_cache_NGBD)
     rows = (block_table_RM, query_starts_R1, kv_lens_R, num_rows)
