@@ -214,7 +214,6 @@ def _check(
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"q_THD: expected a multiple of {num_kv_heads} heads, got {num_heads}")
-    check_contiguous("q_THD", q_THD)
     if out_THD.shape != q_THD.shape or out_THD.dtype != q_THD.dtype:
         raise ValueError(
             f"out: expected {tuple(q_THD.shape)} {q_THD.dtype}, "
@@ -243,7 +242,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend; see the module docstring. ``scale`` defaults to D^-0.5; ``out`` may be given."""
-    out = torch.empty_like(q_THD) if out is None else out
+    out = torch.empty_like(q_THD, memory_format=torch.contiguous_format) if out is None else out
     args = (q_THD, k_cache_NGBD, v_cache_NGBD, block_table_RM, query_starts_R1, kv_lens_R)
     _check(*args, out)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
@@ -252,7 +251,7 @@ def paged_attention(
         return paged_attention_cpu(*args, scale, out)
     if choice == "ref":
         return out.copy_(paged_attention_ref(*args, scale))
-    return launch(*args, max_query_len, max_kv_len, scale, out)
+    return launch(q_THD.contiguous(), *args[1:], max_query_len, max_kv_len, scale, out)
 
 
 def paged_attention_cost(

@@ -13,7 +13,7 @@ from pagedraft.kernels.gated_mlp import gated_mlp
 from pagedraft.kernels.linear import PackedLinear, linear, pack_linear
 from pagedraft.kernels.paged_attention import paged_attention
 from pagedraft.kernels.rms_norm import add_rms_norm, rms_norm
-from pagedraft.kernels.write_kv import write_kv
+from pagedraft.kernels.write_kv import WritePlan, plan_write_kv, write_kv
 from pagedraft.model.batch import StepBatch
 from pagedraft.model.config import ModelConfig
 from pagedraft.model.kv_cache import KVCache
@@ -122,8 +122,9 @@ class Transformer:
         residual_TE = F.embedding(batch.tokens_T, self.embed_VE).to(self.activation_dtype)
         normed_TE = rms_norm(residual_TE, self.layers[0].input_norm_E, eps)
         last = len(self.layers) - 1
+        plan = self._plan_write(batch, cache)
         for index, layer in enumerate(self.layers):
-            heads_THD = self._attend(normed_TE, layer, batch, cache, index)
+            heads_THD = self._attend(normed_TE, layer, batch, cache, index, plan)
             if index == last and batch.num_logits == 0:
                 return heads_THD.new_empty(0, self.config.vocab_size, dtype=torch.float32)
             if index == last and batch.logit_rows_Q.shape[0] < batch.tokens_T.shape[0]:
@@ -141,6 +142,19 @@ class Transformer:
             normed_TE, residual_TE = add_rms_norm(mlp_TE, residual_TE, next_norm_E, eps)
         return linear(normed_TE, self.head, exact=self.exact)[: batch.num_logits].float()
 
+    def _plan_write(self, batch: StepBatch, cache: KVCache) -> WritePlan | None:
+        """What all layers of a step share in ``write_kv``; the kernel needs no such help."""
+        if implementation("write_kv", self.device, has_cpu=True) != "cpu":
+            return None
+        return plan_write_kv(
+            self.cos_PR,
+            self.sin_PR,
+            batch.positions_T,
+            batch.slots_T,
+            self.config.num_kv_heads,
+            cache.block_size,
+        )
+
     def _attend(
         self,
         normed_TE: torch.Tensor,
@@ -148,6 +162,7 @@ class Transformer:
         batch: StepBatch,
         cache: KVCache,
         index: int,
+        plan: WritePlan | None,
     ) -> torch.Tensor:
         """One layer's attention before the output projection: [T, H, D]."""
         k_NGBD, v_NGBD = cache.k[index], cache.v[index]
@@ -163,6 +178,7 @@ class Transformer:
             q_norm_D=layer.q_norm_D,
             k_norm_D=layer.k_norm_D,
             eps=self.config.rms_eps,
+            plan=plan,
         )
         return paged_attention(
             q_THD,
