@@ -25,12 +25,11 @@ GROUP_KEYS = 1024  # rows * padded context of a group: keeps the gathered copy i
 
 
 class Geometry(NamedTuple):
-    """Sizes that an index depends on; table_width is the number of columns of the block table."""
+    """Sizes that an index depends on."""
 
     num_heads: int
     num_kv_heads: int
     block_size: int
-    table_width: int
 
 
 class Piece(NamedTuple):
@@ -48,17 +47,24 @@ class Piece(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Index tensors of pieces that run as one batch (R pieces, W padded keys, P packed rows)."""
+    """Index tensors (int64) of pieces that run as one batch: P packed queries on W padded keys.
 
-    blocks_Rn: torch.Tensor  # flat index into the block table
-    heads_G1: torch.Tensor  # KV heads
-    dead: torch.Tensor  # rows of the gathered values that lie behind the context
-    queries: torch.Tensor  # [R*G*P] flat (token, head) index of each packed row
-    mask_from: int  # keys before this one are visible to every query
-    hidden_R1Pw: torch.Tensor  # bool: keys from mask_from on that a query may not see
-    packed: torch.Tensor  # [tokens*H] packed row of each (token, head)
-    tokens: torch.Tensor  # [tokens*H] flat (token, head) index in the output
-    shape: tuple[int, int, int]  # R*G, P, W
+    blocks: pool blocks of one KV head each, in the order of the gathered keys [R*G, W].
+    dead: gathered keys behind a row's context; their values may hold anything.
+    queries: (token, head) of each packed query [R*G, P]; padding repeats the first query.
+    hidden: entries of the scores [R*G, P, W] that a query may not see.
+    packed: packed query of each (token, head), tokens in order.
+    tokens: these (token, head) pairs, as rows of the output.
+    shape: R*G, P, W.
+    """
+
+    blocks: torch.Tensor
+    dead: torch.Tensor
+    queries: torch.Tensor
+    hidden: torch.Tensor
+    packed: torch.Tensor
+    tokens: torch.Tensor
+    shape: tuple[int, int, int]
 
 
 def padded_width(kv_len: int, block_size: int) -> int:
@@ -99,87 +105,90 @@ def group_pieces(pieces: list[Piece], block_size: int) -> list[list[Piece]]:
     return groups
 
 
-def build_group(pieces: list[Piece], geometry: Geometry) -> Group:
+def build_group(pieces: list[Piece], block_table_RM: torch.Tensor, geometry: Geometry) -> Group:
     """Build the index tensors of one group."""
-    num_heads, num_kv_heads, block_size, table_width = geometry
+    num_heads, num_kv_heads, block_size = geometry
     group_size = num_heads // num_kv_heads
     row, token, span, kv_len, row_kv_len = torch.tensor(pieces).T[:, :, None]  # each [R, 1]
-    max_span = int(span.max())
-    num_packed = -(-max_span * group_size // 4) * 4
+    num_packed = -(-int(span.max()) * group_size // 4) * 4
     width = max(padded_width(piece.kv_len, block_size) for piece in pieces)
+    shape = (len(pieces) * num_kv_heads, num_packed, width)
+    heads_G1 = torch.arange(num_kv_heads)[:, None]
     keys_1W = torch.arange(width)[None]
 
-    block_1n = torch.arange(width // block_size)[None]
-    last_block = (kv_len - 1) // block_size
-    blocks_Rn = row * table_width + torch.minimum(block_1n, last_block)
-
-    packed_1P = torch.arange(num_packed)[None]
-    real = packed_1P // group_size < span  # [R, P]
-    query_RP = torch.where(real, packed_1P // group_size, 0)
-    heads_GP = torch.arange(num_kv_heads)[:, None] * group_size + packed_1P % group_size
-    flat_RGP = ((token + query_RP) * num_heads)[:, None, :] + heads_GP
-
-    position_RP = kv_len - span + query_RP
-    mask_from = int((kv_len - span).min()) + 1
-    hidden_RPw = keys_1W[:, None, mask_from:] > position_RP[:, :, None]
+    column_Rn = torch.arange(width // block_size).minimum((kv_len - 1) // block_size)
+    blocks_R1n = block_table_RM[row, column_Rn].long()[:, None]
     dead_RGW = (keys_1W >= row_kv_len)[:, None].expand(-1, num_kv_heads, -1)
 
-    packed = real[:, None].expand_as(flat_RGP).reshape(-1).nonzero().squeeze(1)
-    tokens, order = flat_RGP.reshape(-1)[packed].sort()
+    packed_1P = torch.arange(num_packed)[None]
+    is_real_RP = packed_1P // group_size < span
+    query_RP = torch.where(is_real_RP, packed_1P // group_size, 0)
+    heads_GP = heads_G1 * group_size + packed_1P % group_size
+    queries_RGP = ((token + query_RP) * num_heads)[:, None, :] + heads_GP
+    hidden_RPW = keys_1W[:, None] > (kv_len - span + query_RP)[:, :, None]
+    hidden_RGPW = hidden_RPW[:, None].expand(-1, num_kv_heads, -1, -1)
+
+    packed = _indices(is_real_RP[:, None].expand_as(queries_RGP))
+    tokens, order = queries_RGP.reshape(-1)[packed].sort()
     return Group(
-        blocks_Rn,
-        torch.arange(num_kv_heads, dtype=torch.int32)[:, None],
-        dead_RGW.reshape(-1).nonzero().squeeze(1),
-        flat_RGP.reshape(-1),
-        mask_from,
-        hidden_RPw[:, None],
-        packed[order],
-        tokens,
-        (len(pieces) * num_kv_heads, num_packed, width),
+        blocks=(blocks_R1n * num_kv_heads + heads_G1).reshape(-1),
+        dead=_indices(dead_RGW),
+        queries=queries_RGP.reshape(-1),
+        hidden=_indices(hidden_RGPW),
+        packed=packed[order],
+        tokens=tokens,
+        shape=shape,
     )
 
 
+def _indices(mask: torch.Tensor) -> torch.Tensor:
+    return mask.reshape(-1).nonzero().squeeze(1)
+
+
 @lru_cache(maxsize=4)
-def plan(starts: tuple[int, ...], kv_lens: tuple[int, ...], geometry: Geometry) -> list[Group]:
-    """Return the groups of one step; the layers of a step share them."""
-    pieces = cut_pieces(starts, kv_lens)
-    return [build_group(g, geometry) for g in group_pieces(pieces, geometry.block_size)]
+def plan(starts: bytes, kv_lens: bytes, table: bytes, geometry: Geometry) -> list[Group]:
+    """Return the groups of one step from the bytes of its int32 tensors; all layers share them."""
+    with torch.inference_mode(False):
+        starts_R1, kv_lens_R, table_x = (
+            torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0).int()
+            for data in (starts, kv_lens, table)
+        )
+        table_RM = table_x.view(len(kv_lens_R), -1) if table else table_x
+        pieces = cut_pieces(tuple(starts_R1.tolist()), tuple(kv_lens_R.tolist()))
+        groups = group_pieces(pieces, geometry.block_size)
+        return [build_group(group, table_RM, geometry) for group in groups]
 
 
 def attend_group(
-    q_xD: torch.Tensor,
-    k_nBD: torch.Tensor,
-    v_nBD: torch.Tensor,
-    block_table_RM: torch.Tensor,
-    group: Group,
-    scale: float,
+    q_xD: torch.Tensor, k_nBD: torch.Tensor, v_nBD: torch.Tensor, group: Group, scale: float
 ) -> torch.Tensor:
-    """Return the outputs of the group's (token, head) pairs, [tokens*H, D] fp32, in token order."""
+    """Return the packed outputs of a group, [R*G*P, D] fp32."""
     batch, num_packed, width = group.shape
     head_dim = q_xD.shape[-1]
-    num_kv_heads = group.heads_G1.shape[0]
-    block_ids_R1n = torch.take(block_table_RM, group.blocks_Rn)[:, None]
-    ids = torch.add(group.heads_G1, block_ids_R1n, alpha=num_kv_heads).view(-1)
-    kv_2nBD = k_nBD.new_empty((2, *ids.shape, *k_nBD.shape[1:]))  # one buffer: fewer page faults
-    for source_nBD, target_nBD in zip((k_nBD, v_nBD), kv_2nBD.unbind(), strict=True):
-        torch.index_select(source_nBD, 0, ids, out=target_nBD)
-    k_bWD, v_bWD = kv_2nBD.view(2, batch, width, head_dim).float().unbind()
+    kv_2xD = k_nBD.new_empty(2, batch * width, head_dim)  # one buffer: fewer page faults
+    k_xD, v_xD = kv_2xD.unbind()
+    block_shape = (-1, *k_nBD.shape[1:])
+    torch.index_select(k_nBD, 0, group.blocks, out=k_xD.view(block_shape))
+    torch.index_select(v_nBD, 0, group.blocks, out=v_xD.view(block_shape))
+    q_xD = q_xD.index_select(0, group.queries)
+    if k_nBD.dtype != torch.float32:
+        q_xD, k_xD, v_xD = q_xD.float(), k_xD.float(), v_xD.float()
     if group.dead.numel():
-        v_bWD.view(-1, head_dim).index_fill_(0, group.dead, 0.0)
+        v_xD.index_fill_(0, group.dead, 0.0)
+    q_bPD = q_xD.view(batch, num_packed, head_dim)
+    v_bWD = v_xD.view(batch, width, head_dim)
+    k_bDW = k_xD.view(batch, width, head_dim).transpose(1, 2)
 
-    q_bPD = q_xD.index_select(0, group.queries).view(batch, num_packed, head_dim).float()
-    scores_bPW = q_bPD.new_empty(batch, num_packed, width)
-    scores_bPW.baddbmm_(q_bPD, k_bWD.transpose(1, 2), beta=0, alpha=scale)
-    if group.mask_from < width:
-        tail = scores_bPW.view(-1, num_kv_heads, num_packed, width)
-        tail = tail.narrow(3, group.mask_from, width - group.mask_from)
-        tail.masked_fill_(group.hidden_R1Pw, float("-inf"))
+    scores_bPW = q_xD.new_empty(batch, num_packed, width)
+    scores_bPW.baddbmm_(q_bPD, k_bDW, beta=0, alpha=scale)
+    if group.hidden.numel():
+        scores_bPW.view(-1).index_fill_(0, group.hidden, float("-inf"))
     probs_bPW = torch.softmax(scores_bPW, -1, out=scores_bPW)
-    segments = zip(probs_bPW.split(SEGMENT, 2), v_bWD.split(SEGMENT, 1), strict=True)
-    out_bPD = torch.bmm(*next(segments))
-    for p_bPw, v_bwD in segments:
-        out_bPD.baddbmm_(p_bPw, v_bwD)
-    return out_bPD.view(-1, head_dim).index_select(0, group.packed)
+    out_bPD = torch.bmm(probs_bPW[:, :, :SEGMENT], v_bWD[:, :SEGMENT])
+    for start in range(SEGMENT, width, SEGMENT):
+        end = min(start + SEGMENT, width)
+        out_bPD.baddbmm_(probs_bPW[:, :, start:end], v_bWD[:, start:end])
+    return out_bPD.view(-1, head_dim)
 
 
 def paged_attention_cpu(
@@ -193,20 +202,22 @@ def paged_attention_cpu(
     out_THD: torch.Tensor,
 ) -> torch.Tensor:
     """Attend on the CPU into ``out_THD``; arguments as in ``paged_attention``."""
-    num_tokens, num_heads, head_dim = q_THD.shape
+    _, num_heads, head_dim = q_THD.shape
     _, num_kv_heads, block_size, _ = k_cache_NGBD.shape
-    geometry = Geometry(num_heads, num_kv_heads, block_size, block_table_RM.shape[1])
-    groups = plan(tuple(query_starts_R1.tolist()), tuple(kv_lens_R.tolist()), geometry)
-    q_xD = q_THD.reshape(-1, head_dim)
+    lengths = (query_starts_R1, kv_lens_R, block_table_RM)
+    groups = plan(
+        *(tensor_x.numpy().tobytes() for tensor_x in lengths),
+        Geometry(num_heads, num_kv_heads, block_size),
+    )
+    q_xD, out_xD = q_THD.view(-1, head_dim), out_THD.view(-1, head_dim)
     k_nBD = k_cache_NGBD.view(-1, block_size, head_dim)
     v_nBD = v_cache_NGBD.view(-1, block_size, head_dim)
-    if sum(group.tokens.numel() for group in groups) < num_tokens * num_heads:
-        out_THD.zero_()
-    out_xD = out_THD.view(-1, head_dim)
+    if sum(group.tokens.numel() for group in groups) < out_xD.shape[0]:
+        out_xD.zero_()
     for group in groups:
-        rows = attend_group(q_xD, k_nBD, v_nBD, block_table_RM, group, scale)
-        if rows.shape == out_xD.shape:
-            out_xD.copy_(rows)
+        packed_xD = attend_group(q_xD, k_nBD, v_nBD, group, scale).to(out_xD.dtype)
+        if group.tokens.numel() == out_xD.shape[0]:
+            torch.index_select(packed_xD, 0, group.packed, out=out_xD)
         else:
-            out_xD.index_copy_(0, group.tokens, rows.to(out_xD.dtype))
+            out_xD.index_copy_(0, group.tokens, packed_xD.index_select(0, group.packed))
     return out_THD
