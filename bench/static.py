@@ -26,6 +26,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.cache import triton_key  # noqa: E402
 
 from pagedraft.bench.fork_map import fork_map  # noqa: E402
 from pagedraft.bench.record import Call, Launch, record_calls  # noqa: E402
@@ -141,6 +142,8 @@ def check(
         Result(call.op, "-", "all", (call.case,), {}, problem=f"call failed: {message}")
         for call, message in failed
     ]
+    # Hashes of the compiler's files, part of every cache key: computed once, inherited by the forks.
+    triton_key()
     compiled = fork_map(compile_launch, launches, num_processes or os.cpu_count() or 1)
     for launch, result in zip(launches, compiled, strict=True):
         died = "does not compile: the compiler's process died"

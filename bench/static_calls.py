@@ -34,6 +34,9 @@ QUICK_CASES = (
     (SMOL_135M, DECODE_8, "fp16"),
     (SMOL_135M, VERIFY_1, "fp32"),
 )
+# Ops whose kernels have no tiles to choose: a step's shape changes nothing but the grid.
+SHAPELESS_OPS = ("rms_norm", "write_kv", "gated_mlp", "sample", "logprobs")
+SHAPELESS_CASES = (QUICK_CASES[0], QUICK_CASES[-1])
 FULL_CASES = tuple(
     (model, step, dtype)
     for model in (LLAMA_8B, SMOL_135M)
@@ -43,10 +46,11 @@ FULL_CASES = tuple(
 
 
 def calls(*, quick: bool = False, ops: tuple[str, ...] = OPS) -> Iterator[Call]:
-    """Yield the calls of ``ops``; ``quick`` keeps one or two shapes of each kind."""
+    """Yield the calls of ``ops``; ``quick`` keeps a few shapes of each kind."""
     for op in ops:
         make = CALLS[op]
-        for model, step, dtype in QUICK_CASES if quick else FULL_CASES:
+        few = SHAPELESS_CASES if op in SHAPELESS_OPS else QUICK_CASES
+        for model, step, dtype in few if quick else FULL_CASES:
             case = f"{model.name}-{step.name}-{dtype}"
             for suffix, run in make(model, step, DTYPES[dtype]):
                 yield Call(op, case + suffix, run)
