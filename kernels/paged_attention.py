@@ -1,6 +1,6 @@
 """Causal attention of query spans over a paged KV cache: prefill, decode and verify in one op.
 
-Shapes: q_THD [T, H, D] contiguous, fp32, fp16 or bf16; k_cache_NGBD, v_cache_NGBD [N, G, B, D]
+Shapes: q_THD [T, H, D] fp32, fp16 or bf16; k_cache_NGBD, v_cache_NGBD [N, G, B, D]
     contiguous, same dtype, H a multiple of G, D a multiple of 8 up to 256, B a power of two from
     8 to 128; block_table_RM, query_starts_R1, kv_lens_R int32. Row r owns queries
     query_starts[r] to query_starts[r + 1], the last of its kv_lens[r] context tokens. Slots past a
@@ -137,8 +137,6 @@ def launch(
     num_tokens, num_heads, head_dim = q_THD.shape
     _, num_kv_heads, block_size, _ = k_cache_NGBD.shape
     num_rows = kv_lens_R.shape[0]
-    if num_tokens == 0 or num_rows == 0:
-        return out_THD.zero_()
     group = num_heads // num_kv_heads
     is_hip = torch.version.hip is not None
     config = attention_config(group, head_dim, q_THD.element_size(), max_query_len, is_hip)
@@ -150,7 +148,7 @@ def launch(
         num_pieces = max(1, TARGET_PROGRAMS // (num_tiles * num_kv_heads))
         segments_per_program = triton.cdiv(num_segments, num_pieces)
     block_d = triton.next_power_of_2(head_dim)
-    inputs = (q_THD, k_cache_NGBD, v_cache_NGBD)
+    inputs = (q_THD.contiguous(), k_cache_NGBD, v_cache_NGBD)
     rows = (block_table_RM, query_starts_R1, kv_lens_R, num_rows)
     common = {
         "stride_table": block_table_RM.stride(0),
@@ -199,6 +197,8 @@ def _check(
 ) -> None:
     """Raise on bad arguments; cheap comparisons first, for this runs once a layer."""
     check_dtype("q_THD", q_THD, torch.float32, torch.float16, torch.bfloat16)
+    if q_THD.ndim != 3:
+        check_shape("q_THD", q_THD, (None, None, None))
     for name, cache in (("k_cache_NGBD", k_cache_NGBD), ("v_cache_NGBD", v_cache_NGBD)):
         check_dtype(name, cache, q_THD.dtype)
         if cache.ndim != 4 or cache.shape != k_cache_NGBD.shape:
@@ -245,6 +245,8 @@ def paged_attention(
     out = torch.empty_like(q_THD, memory_format=torch.contiguous_format) if out is None else out
     args = (q_THD, k_cache_NGBD, v_cache_NGBD, block_table_RM, query_starts_R1, kv_lens_R)
     _check(*args, out)
+    if q_THD.numel() == 0 or kv_lens_R.numel() == 0:
+        return out.zero_()
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
     choice = implementation("paged_attention", q_THD.device, has_cpu=True)
     if choice == "cpu":

@@ -25,9 +25,10 @@ GROUP_KEYS = 1024  # rows * padded context of a group: keeps the gathered copy i
 
 
 class Geometry(NamedTuple):
-    """Sizes that an index depends on."""
+    """Sizes that an index depends on; query_stride counts heads from one token's to the next's."""
 
     num_heads: int
+    query_stride: int
     num_kv_heads: int
     block_size: int
 
@@ -51,7 +52,7 @@ class Group(NamedTuple):
 
     blocks: pool blocks of one KV head each, in the order of the gathered keys [R*G, W].
     dead: gathered keys behind a row's context; their values may hold anything.
-    queries: (token, head) of each packed query [R*G, P]; padding repeats the first query.
+    queries: row of q of each packed query [R*G, P]; padding repeats the first query.
     hidden: entries of the scores [R*G, P, W] that a query may not see.
     packed: packed query of each (token, head), tokens in order.
     tokens: these (token, head) pairs, as rows of the output.
@@ -107,7 +108,7 @@ def group_pieces(pieces: list[Piece], block_size: int) -> list[list[Piece]]:
 
 def build_group(pieces: list[Piece], block_table_RM: torch.Tensor, geometry: Geometry) -> Group:
     """Build the index tensors of one group."""
-    num_heads, num_kv_heads, block_size = geometry
+    num_heads, query_stride, num_kv_heads, block_size = geometry
     group_size = num_heads // num_kv_heads
     row, token, span, kv_len, row_kv_len = torch.tensor(pieces).T[:, :, None]  # each [R, 1]
     num_packed = -(-int(span.max()) * group_size // 4) * 4
@@ -124,16 +125,17 @@ def build_group(pieces: list[Piece], block_table_RM: torch.Tensor, geometry: Geo
     is_real_RP = packed_1P // group_size < span
     query_RP = torch.where(is_real_RP, packed_1P // group_size, 0)
     heads_GP = heads_G1 * group_size + packed_1P % group_size
-    queries_RGP = ((token + query_RP) * num_heads)[:, None, :] + heads_GP
+    token_R1P = (token + query_RP)[:, None]
     hidden_RPW = keys_1W[:, None] > (kv_len - span + query_RP)[:, :, None]
     hidden_RGPW = hidden_RPW[:, None].expand(-1, num_kv_heads, -1, -1)
 
-    packed = _indices(is_real_RP[:, None].expand_as(queries_RGP))
-    tokens, order = queries_RGP.reshape(-1)[packed].sort()
+    outputs_RGP = token_R1P * num_heads + heads_GP
+    packed = _indices(is_real_RP[:, None].expand_as(outputs_RGP))
+    tokens, order = outputs_RGP.reshape(-1)[packed].sort()
     return Group(
         blocks=(blocks_R1n * num_kv_heads + heads_G1).reshape(-1),
         dead=_indices(dead_RGW),
-        queries=queries_RGP.reshape(-1),
+        queries=(token_R1P * query_stride + heads_GP).reshape(-1),
         hidden=_indices(hidden_RGPW),
         packed=packed[order],
         tokens=tokens,
@@ -150,13 +152,12 @@ def plan(starts: bytes, kv_lens: bytes, table: bytes, geometry: Geometry) -> lis
     """Return the groups of one step from the bytes of its int32 tensors; all layers share them."""
     with torch.inference_mode(False):
         starts_R1, kv_lens_R, table_x = (
-            torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0).int()
+            torch.frombuffer(bytearray(data), dtype=torch.int32)
             for data in (starts, kv_lens, table)
         )
-        table_RM = table_x.view(len(kv_lens_R), -1) if table else table_x
         pieces = cut_pieces(tuple(starts_R1.tolist()), tuple(kv_lens_R.tolist()))
         groups = group_pieces(pieces, geometry.block_size)
-        return [build_group(group, table_RM, geometry) for group in groups]
+        return [build_group(group, table_x.view(len(kv_lens_R), -1), geometry) for group in groups]
 
 
 def attend_group(
@@ -202,14 +203,18 @@ def paged_attention_cpu(
     out_THD: torch.Tensor,
 ) -> torch.Tensor:
     """Attend on the CPU into ``out_THD``; arguments as in ``paged_attention``."""
-    _, num_heads, head_dim = q_THD.shape
+    num_tokens, num_heads, head_dim = q_THD.shape
     _, num_kv_heads, block_size, _ = k_cache_NGBD.shape
+    if q_THD.stride(0) % head_dim or q_THD.stride()[1:] != (head_dim, 1):
+        q_THD = q_THD.contiguous()
+    query_stride = q_THD.stride(0) // head_dim  # q may be a view of a wider buffer
+    q_xD = q_THD.as_strided(((num_tokens - 1) * query_stride + num_heads, head_dim), (head_dim, 1))
+    out_xD = out_THD.view(-1, head_dim)
     lengths = (query_starts_R1, kv_lens_R, block_table_RM)
     groups = plan(
         *(tensor_x.numpy().tobytes() for tensor_x in lengths),
-        Geometry(num_heads, num_kv_heads, block_size),
+        Geometry(num_heads, query_stride, num_kv_heads, block_size),
     )
-    q_xD, out_xD = q_THD.view(-1, head_dim), out_THD.view(-1, head_dim)
     k_nBD = k_cache_NGBD.view(-1, block_size, head_dim)
     v_nBD = v_cache_NGBD.view(-1, block_size, head_dim)
     if sum(group.tokens.numel() for group in groups) < out_xD.shape[0]:

@@ -28,7 +28,7 @@ def _find_row(starts_ptr, num_entries, index, QUERIES: tl.constexpr, TILES_PER_R
 def _find_queries(starts_ptr, lens_ptr, num_rows, QUERIES: tl.constexpr, IS_ONE_TILE: tl.constexpr):
     """Return (row, first token, number of queries, position of the first, keys that the last sees).
 
-    Tiles past the last row's have no queries; a row without context has no keys.
+    Tiles past the last row's have no queries and no keys, a row without context has no keys.
     """
     tile = tl.program_id(0)
     if IS_ONE_TILE:
@@ -42,7 +42,7 @@ def _find_queries(starts_ptr, lens_ptr, num_rows, QUERIES: tl.constexpr, IS_ONE_
     kv_len = tl.load(lens_ptr + row)
     num_queries = tl.maximum(tl.minimum(end - token, QUERIES), 0)
     first_position = kv_len - (end - token)
-    kv_end = tl.where(kv_len > 0, first_position + num_queries, 0)
+    kv_end = tl.where((kv_len > 0) & (num_queries > 0), first_position + num_queries, 0)
     return row, token, num_queries, first_position, kv_end
 
 
