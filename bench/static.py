@@ -142,7 +142,7 @@ def check(
         Result(call.op, "-", "all", (call.case,), {}, problem=f"call failed: {message}")
         for call, message in failed
     ]
-    # Hashes of the compiler's files, part of every cache key: computed once, inherited by the forks.
+    # Hashes of the compiler, part of every cache key: computed once here, inherited by the forks.
     triton_key()
     compiled = fork_map(compile_launch, launches, num_processes or os.cpu_count() or 1)
     for launch, result in zip(launches, compiled, strict=True):
