@@ -21,7 +21,8 @@ import torch
 SEGMENT = 256  # keys of one matmul in P @ V; segments are added in order
 TILE = 64  # context is padded to a multiple of this, or of the block
 QUERY_CHUNK = 64  # queries of one row in a group
-GROUP_KEYS = 1024  # rows * padded context of a group: keeps the gathered copy in cache
+GROUP_KEYS = 2048  # rows * padded context of a group: keeps the gathered copy in cache
+FEW_QUERIES = 16  # up to here a group may hold contexts of other lengths
 
 
 class Geometry(NamedTuple):
@@ -89,19 +90,18 @@ def cut_pieces(starts: tuple[int, ...], kv_lens: tuple[int, ...]) -> list[Piece]
 
 
 def group_pieces(pieces: list[Piece], block_size: int) -> list[list[Piece]]:
-    """Group pieces of like span and context: padding at most doubles either."""
-    ordered = sorted(pieces, key=lambda p: (p.num_queries.bit_length(), p.kv_len), reverse=True)
+    """Group pieces of like span and context; padding at most doubles either."""
     groups: list[list[Piece]] = []
-    for piece in ordered:
-        head = groups[-1][0] if groups else None
-        if (
-            head is not None
-            and head.num_queries.bit_length() == piece.num_queries.bit_length()
-            and padded_width(head.kv_len, block_size) <= 2 * padded_width(piece.kv_len, block_size)
-            and (len(groups[-1]) + 1) * padded_width(head.kv_len, block_size) <= GROUP_KEYS
-        ):
+    limits = (-1, 0, 0)  # span class, least padded context and most pieces of the last group
+    for piece in sorted(pieces, key=lambda p: (p.num_queries.bit_length(), p.kv_len), reverse=True):
+        span_class = piece.num_queries.bit_length()
+        width = padded_width(piece.kv_len, block_size)
+        if limits[0] == span_class and width >= limits[1] and len(groups[-1]) < limits[2]:
             groups[-1].append(piece)
         else:
+            # Many queries are bound by arithmetic, which padding would waste.
+            least = width // 2 if piece.num_queries <= FEW_QUERIES else width
+            limits = (span_class, least, GROUP_KEYS // width)
             groups.append([piece])
     return groups
 
