@@ -61,11 +61,12 @@ def parts(folder: Path) -> list[Part]:
         if importlib.util.find_spec("xdist"):
             tests += ["-n", "8"]
         tests += ["tests/kernels"]
-        bench += ["--device", "cuda", "--model", "8b", "--dtype", "bf16"]
+        bench += ["--device", "cuda", "--model", "8b", "--dtype", "bf16", "--budget", "0.1"]
+        bench += ["--steps", "decode1,verify8,prefill,decode8"]
     return [
-        Part("tests", tests, 190),
-        Part("rows", [*own, "rows"], 70),
-        Part("engine", [*own, "engine"], 80),
+        Part("tests", tests, 170),
+        Part("rows", [*own, "rows"], 100),
+        Part("engine", [*own, "engine"], 75),
         Part("bench", bench, 130),
     ]
 

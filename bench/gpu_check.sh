@@ -11,6 +11,8 @@ fi
 mkdir -p build/path
 ln -sfn ../.. build/path/pagedraft
 export PYTHONPATH="$PWD/build/path${PYTHONPATH:+:$PYTHONPATH}"
+# The root stays off sys.path, where transformers would take kernels/ for a package it looks for.
+export PYTHONSAFEPATH=1
 export TRITON_INTERPRET="$DRY"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$PWD/build/gpu-cache}"
 export HF_HUB_OFFLINE=1

@@ -21,7 +21,7 @@ import torch
 
 from pagedraft.bench.ceiling import Ceiling, measure_ceiling
 from pagedraft.bench.gate import gate
-from pagedraft.bench.layer_cases import LAYER_MAKERS, KernelCase, Maker
+from pagedraft.bench.layer_cases import LAYER_MAKERS, KernelCase, Maker, Tensors
 from pagedraft.bench.report import header, print_header, results_folder, write_json
 from pagedraft.bench.shapes import DTYPES, MODELS, STEPS, ModelShape
 from pagedraft.bench.table import print_table
@@ -43,19 +43,30 @@ Row = dict[str, Any]
 
 
 def measure_case(case: KernelCase, device: torch.device, ceiling: Ceiling, budget: float) -> Row:
-    """Gate one case, then time it and its baseline over rotating buffers."""
+    """Gate one case, then time it and its baseline; ``problem`` says why there are no times."""
     row: Row = {"op": case.op, "part": case.part, "step": case.step.name, **case.cost._asdict()}
-    inputs = case.inputs()
-    row["problem"] = gate(case.prepare, inputs)
-    if row["problem"]:
-        return row
+    try:
+        inputs = case.inputs()
+        row["problem"] = gate(case.prepare, inputs)
+        if row["problem"] is None:
+            row |= _times(case, inputs, device, ceiling, budget)
+    except Exception as error:
+        row["problem"] = f"{type(error).__name__}: {error}"[:300]
+    return row
+
+
+def _times(
+    case: KernelCase, inputs: Tensors, device: torch.device, ceiling: Ceiling, budget: float
+) -> Row:
+    """Time one case and its baseline over rotating buffers."""
+    bytes_per_copy = sum(tensor.nbytes for tensor in inputs.values())
     copies = [inputs]
-    for _ in range(num_copies(case.cost.bytes, device) - 1):
+    for _ in range(num_copies(case.cost.bytes, bytes_per_copy, device) - 1):
         copies.append({name: tensor.clone() for name, tensor in inputs.items()})
     timing = measure([case.prepare(copy) for copy in copies], device, budget=budget)
     baseline = measure([case.baseline(copy) for copy in copies], device, budget=budget)
     floor = max(case.cost.bytes / ceiling.copy_rate, case.cost.flops / ceiling.matmul_rate)
-    row |= {
+    return {
         "implementation": implementation(case.op, device, has_cpu=True),
         "time": asdict(timing),
         "text": timing.text(),
@@ -67,7 +78,6 @@ def measure_case(case: KernelCase, device: torch.device, ceiling: Ceiling, budge
         "baseline_time": asdict(baseline),
         "speedup": baseline.median / timing.median,
     }
-    return row
 
 
 def _cells(row: Row) -> list[str]:
@@ -106,6 +116,13 @@ def step_estimate(
     return {"step": step, "seconds": seconds, "floor": floor, "share": floor / seconds}
 
 
+def _step_text(step: Row) -> str:
+    return (
+        f"step {step['step']}: {step['seconds'] * 1e3:.2f} ms as a sum of parts, "
+        f"floor {step['floor'] * 1e3:.2f} ms, {100 * step['share']:.0f} % of the ceiling"
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     """Measure what ``options`` name, print and save it; return the exit status."""
     device, model = torch.device(options.device), MODELS[options.model]
@@ -114,23 +131,24 @@ def run(options: argparse.Namespace) -> int:
     print_header(facts)
     ceiling = measure_ceiling(device, torch.float32 if device.type == "cpu" else DTYPES["bf16"])
     print(f" ceiling  {ceiling.text()}")
+    path = Path(options.out) if options.out else results_folder(device)
+    path = path / f"kernels-{model.name}-{options.dtype}.json"
     rows: list[Row] = []
-    for step in options.steps.split(","):
-        make = Maker(model, STEPS[step], DTYPES[options.dtype], device)
-        for op in options.op.split(","):
-            for case in MAKERS[op](make):
-                rows.append(measure_case(case, device, ceiling, options.budget))
-    print_table(f"{model.name} {options.dtype}", HEADERS, [_cells(row) for row in rows])
-    steps = [step_estimate(rows, name, model, ceiling) for name in options.steps.split(",")]
-    steps = [step for step in steps if step]
-    for step in steps:
-        print(
-            f"step {step['step']}: {step['seconds'] * 1e3:.2f} ms as a sum of parts, "
-            f"floor {step['floor'] * 1e3:.2f} ms, {100 * step['share']:.0f} % of it"
-        )
-    document = {**facts, "ceiling": asdict(ceiling), "rows": rows, "steps": steps}
-    folder = Path(options.out) if options.out else results_folder(device)
-    write_json(folder / f"kernels-{model.name}-{options.dtype}.json", document)
+    steps: list[Row] = []
+    for name in options.steps.split(","):
+        make = Maker(model, STEPS[name], DTYPES[options.dtype], device)
+        found = [
+            measure_case(case, device, ceiling, options.budget)
+            for op in options.op.split(",")
+            for case in MAKERS[op](make)
+        ]
+        rows += found
+        print_table(f"{model.name} {options.dtype} {name}", HEADERS, [_cells(row) for row in found])
+        if step := step_estimate(found, name, model, ceiling):
+            steps.append(step)
+            print(_step_text(step))
+        # After every step: what a time limit cuts off later is not lost.
+        write_json(path, {**facts, "ceiling": asdict(ceiling), "rows": rows, "steps": steps})
     num_wrong = sum(bool(row["problem"]) for row in rows)
     summary = {"bench": "kernels", **facts, "num_rows": len(rows), "num_wrong": num_wrong}
     print(json.dumps({**summary, "steps": steps}))

@@ -15,6 +15,7 @@ import torch
 
 Run = Callable[[], object]
 COLD_BYTES = {"cuda": 256 << 20, "cpu": 96 << 20}
+MAX_COPY_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}
 MAX_COPIES = 48
 MIN_CALLS_PER_GRAPH = 24
 
@@ -37,9 +38,14 @@ class Timing:
         return f"{self.median * 1e6:.1f} [{self.p20 * 1e6:.1f} {self.p80 * 1e6:.1f}]"
 
 
-def num_copies(bytes_per_call: int, device: torch.device) -> int:
-    """Return how many copies of a call's buffers exceed the cache, at most ``MAX_COPIES``."""
-    return max(1, min(MAX_COPIES, -(-COLD_BYTES[device.type] // max(1, bytes_per_call))))
+def num_copies(bytes_per_call: int, bytes_per_copy: int, device: torch.device) -> int:
+    """Return how many copies of a call's buffers exceed the cache, within bounds.
+
+    bytes_per_call: what a call moves; bytes_per_copy: what its buffers take (a pool is larger).
+    """
+    wanted = -(-COLD_BYTES[device.type] // max(1, bytes_per_call))
+    affordable = MAX_COPY_BYTES[device.type] // max(1, bytes_per_copy)
+    return max(1, min(wanted, affordable, MAX_COPIES))
 
 
 def measure(runs: Sequence[Run], device: torch.device, *, budget: float = 0.5) -> Timing:

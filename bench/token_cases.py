@@ -39,9 +39,15 @@ def _sample(make: Maker) -> Iterator[KernelCase]:
         lambda: _logits(make),
         prepare,
         sample_cost(rows, make.model.vocab_size, make.itemsize, num_sampled=rows),
-        "softmax, multinomial",
-        lambda t: lambda: torch.multinomial(t["logits"].float().softmax(-1), 1),
+        "softmax, Gumbel-max",
+        lambda t: lambda: _softmax_draw(t["logits"]),
     )
+
+
+def _softmax_draw(logits_QV: torch.Tensor) -> torch.Tensor:
+    """Draw as usual decoding loops do: probabilities over exponential noise, then argmax."""
+    probs_QV = logits_QV.float().softmax(-1)
+    return probs_QV.div_(torch.empty_like(probs_QV).exponential_()).argmax(-1)
 
 
 def _verify(make: Maker) -> Iterator[KernelCase]:
