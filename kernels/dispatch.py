@@ -1,6 +1,6 @@
 """Which implementation of an op runs: Triton, the CPU path, or the reference.
 
-CUDA tensors run Triton. CPU tensors run Triton when ``TRITON_INTERPRET=1`` was set before Triton was
+CUDA tensors run Triton. CPU tensors run Triton when ``TRITON_INTERPRET=1`` was set before it was
 imported (the interpreter), else the op's CPU path where it has one, else its reference. The two
 context managers below override that at run time and are the only mutable state of the package.
 """

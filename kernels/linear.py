@@ -263,13 +263,15 @@ def linear(
     ``exact=False`` on a GPU may give a row other bits in another batch. Raises ValueError for wrong
     shapes or devices, TypeError for wrong dtypes.
     """
-    check_shape("x_TI", x_TI, (None, packed.num_in))
+    if x_TI.ndim != 2 or x_TI.shape[1] != packed.num_in:
+        check_shape("x_TI", x_TI, (None, packed.num_in))
     if residual_TO is not None:
         check_shape("residual_TO", residual_TO, (x_TI.shape[0], packed.num_out))
         check_dtype("residual_TO", residual_TO, x_TI.dtype)
     choice = implementation("linear", x_TI.device, has_cpu=True)
     if choice == "cpu" and isinstance(packed.weight, linear_cpu.CpuWeight):
-        check_dtype("x_TI", x_TI, torch.float32)
+        if x_TI.dtype != torch.float32:
+            check_dtype("x_TI", x_TI, torch.float32)
         return linear_cpu.run(x_TI, packed.weight, residual_TO)
     weight_OI = dense_weight(packed)
     check_same_device(x_TI=x_TI, weight_OI=weight_OI, bias_O=packed.bias_O, residual_TO=residual_TO)

@@ -34,7 +34,7 @@ from einops import rearrange
 from pagedraft.kernels.check import check_contiguous, check_dtype, check_shape
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import implementation
-from pagedraft.kernels.paged_attention_cpu import paged_attention_cpu
+from pagedraft.kernels.paged_attention_cpu import AttentionPlan, paged_attention_cpu
 from pagedraft.kernels.paged_attention_triton import (
     combine_kernel,
     paged_attention_kernel,
@@ -240,17 +240,25 @@ def paged_attention(
     max_kv_len: int,
     scale: float | None = None,
     out: torch.Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> torch.Tensor:
-    """Attend; see the module docstring. ``scale`` defaults to D^-0.5; ``out`` may be given."""
-    out = torch.empty_like(q_THD, memory_format=torch.contiguous_format) if out is None else out
+    """Attend; see the module docstring. ``scale`` defaults to D^-0.5; ``out`` may be given.
+
+    plan: an empty AttentionPlan a step, which the layers of the step share: the first one fills it
+    and the others leave out what it knows, argument checks included. Only the CPU path uses it.
+    """
+    if out is None:
+        out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     args = (q_THD, k_cache_NGBD, v_cache_NGBD, block_table_RM, query_starts_R1, kv_lens_R)
-    _check(*args, out)
+    if plan is None or plan.groups is None:
+        _check(*args, out)
     if q_THD.numel() == 0 or kv_lens_R.numel() == 0:
         return out.zero_()
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
-    choice = implementation("paged_attention", q_THD.device, has_cpu=True)
+    has_cpu = q_THD.dtype == torch.float32
+    choice = implementation("paged_attention", q_THD.device, has_cpu=has_cpu)
     if choice == "cpu":
-        return paged_attention_cpu(*args, scale, out)
+        return paged_attention_cpu(*args, scale, out, plan or AttentionPlan())
     if choice == "ref":
         return out.copy_(paged_attention_ref(*args, scale))
     return launch(q_THD.contiguous(), *args[1:], max_query_len, max_kv_len, scale, out)

@@ -8,14 +8,15 @@ compare bits). A query's result therefore depends on its own position and keys o
 
 Rows are grouped by span and context, so that one long prompt beside decoding rows pads nobody, and
 long spans are cut into chunks that score no key above their own end. What depends on the lengths
-alone (indices, masks) is planned once a step and shared by all layers.
+alone (indices, masks, buffers) is planned once a step and shared by all layers.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 SEGMENT = 256  # keys of one matmul in P @ V; segments are added in order
@@ -49,23 +50,56 @@ class Piece(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Index tensors (int64) of pieces that run as one batch: P packed queries on W padded keys.
+    """Pieces that run as one batch of R*G products: P packed queries on W padded keys.
 
     blocks: pool blocks of one KV head each, in the order of the gathered keys [R*G, W].
     dead: gathered keys behind a row's context; their values may hold anything.
     queries: row of q of each packed query [R*G, P]; padding repeats the first query.
     hidden: entries of the scores [R*G, P, W] that a query may not see.
-    packed: packed query of each (token, head), tokens in order.
-    tokens: these (token, head) pairs, as rows of the output.
-    shape: R*G, P, W.
+
+    The rest are views of buffers that all groups of a step share (``out_bPD`` is the group's own):
+    where the gathered blocks go, how the products read them, and the pairs of segments to add up.
     """
 
     blocks: torch.Tensor
     dead: torch.Tensor
     queries: torch.Tensor
     hidden: torch.Tensor
-    packed: torch.Tensor
-    tokens: torch.Tensor
+    k_nBD: torch.Tensor
+    v_nBD: torch.Tensor
+    v_xD: torch.Tensor
+    q_xD: torch.Tensor
+    q_bPD: torch.Tensor
+    k_bDW: torch.Tensor
+    scores_bPW: torch.Tensor
+    scores_x: torch.Tensor
+    segments: list[tuple[torch.Tensor, torch.Tensor]]
+    out_bPD: torch.Tensor
+
+
+@dataclass
+class AttentionPlan:
+    """What the layers of a step share on the CPU path: filled by the first, read by the others.
+
+    groups: None until the first layer.
+    packed_xD: the outputs of all groups, and one row of zeros for tokens of no row.
+    outputs: row of ``packed_xD`` of each (token, head).
+    """
+
+    groups: list[Group] | None = None
+    packed_xD: torch.Tensor | None = None
+    outputs: torch.Tensor | None = None
+
+
+class Index(NamedTuple):
+    """A group before it has buffers; fields as in Group, and its sizes R*G, P, W."""
+
+    blocks: np.ndarray
+    dead: np.ndarray
+    queries: np.ndarray
+    hidden: np.ndarray
+    packed: np.ndarray
+    outputs: np.ndarray
     shape: tuple[int, int, int]
 
 
@@ -106,90 +140,126 @@ def group_pieces(pieces: list[Piece], block_size: int) -> list[list[Piece]]:
     return groups
 
 
-def build_group(pieces: list[Piece], block_table_RM: torch.Tensor, geometry: Geometry) -> Group:
-    """Build the index tensors of one group."""
+def index_group(pieces: list[Piece], block_table_RM: np.ndarray, geometry: Geometry) -> Index:
+    """Where the pieces' blocks, queries and outputs lie, and what each query may not see."""
     num_heads, query_stride, num_kv_heads, block_size = geometry
     group_size = num_heads // num_kv_heads
-    row, token, span, kv_len, row_kv_len = torch.tensor(pieces).T[:, :, None]  # each [R, 1]
+    row, token, span, kv_len, row_kv_len = np.array(pieces).T[:, :, None]  # each [R, 1]
     num_packed = -(-int(span.max()) * group_size // 4) * 4
     width = max(padded_width(piece.kv_len, block_size) for piece in pieces)
     shape = (len(pieces) * num_kv_heads, num_packed, width)
-    heads_G1 = torch.arange(num_kv_heads)[:, None]
-    keys_1W = torch.arange(width)[None]
+    heads_G1 = np.arange(num_kv_heads)[:, None]
+    keys_1W = np.arange(width)[None]
 
-    column_Rn = torch.arange(width // block_size).minimum((kv_len - 1) // block_size)
-    blocks_R1n = block_table_RM[row, column_Rn].long()[:, None]
-    dead_RGW = (keys_1W >= row_kv_len)[:, None].expand(-1, num_kv_heads, -1)
+    column_Rn = np.minimum(np.arange(width // block_size), (kv_len - 1) // block_size)
+    blocks_R1n = block_table_RM[row, column_Rn].astype(np.int64)[:, None]
+    dead_RGW = np.broadcast_to((keys_1W >= row_kv_len)[:, None], (len(row), num_kv_heads, width))
 
-    packed_1P = torch.arange(num_packed)[None]
+    packed_1P = np.arange(num_packed)[None]
     is_real_RP = packed_1P // group_size < span
-    query_RP = torch.where(is_real_RP, packed_1P // group_size, 0)
+    query_RP = np.where(is_real_RP, packed_1P // group_size, 0)
     heads_GP = heads_G1 * group_size + packed_1P % group_size
     token_R1P = (token + query_RP)[:, None]
     hidden_RPW = keys_1W[:, None] > (kv_len - span + query_RP)[:, :, None]
-    hidden_RGPW = hidden_RPW[:, None].expand(-1, num_kv_heads, -1, -1)
+    full = (len(row), num_kv_heads, num_packed, width)
 
     outputs_RGP = token_R1P * num_heads + heads_GP
-    packed = _indices(is_real_RP[:, None].expand_as(outputs_RGP))
-    tokens, order = outputs_RGP.reshape(-1)[packed].sort()
-    return Group(
+    packed = np.flatnonzero(np.broadcast_to(is_real_RP[:, None], outputs_RGP.shape))
+    return Index(
         blocks=(blocks_R1n * num_kv_heads + heads_G1).reshape(-1),
-        dead=_indices(dead_RGW),
+        dead=np.flatnonzero(dead_RGW),
         queries=(token_R1P * query_stride + heads_GP).reshape(-1),
-        hidden=_indices(hidden_RGPW),
-        packed=packed[order],
-        tokens=tokens,
+        hidden=np.flatnonzero(np.broadcast_to(hidden_RPW[:, None], full)),
+        packed=packed,
+        outputs=outputs_RGP.reshape(-1)[packed],
         shape=shape,
     )
 
 
-def _indices(mask: torch.Tensor) -> torch.Tensor:
-    return mask.reshape(-1).nonzero().squeeze(1)
-
-
-@lru_cache(maxsize=4)
-def plan(starts: bytes, kv_lens: bytes, table: bytes, geometry: Geometry) -> list[Group]:
-    """Return the groups of one step from the bytes of its int32 tensors; all layers share them."""
-    with torch.inference_mode(False):
-        starts_R1, kv_lens_R, table_x = (
-            torch.frombuffer(bytearray(data), dtype=torch.int32)
-            for data in (starts, kv_lens, table)
+def build_groups(
+    indices: list[Index], packed_xD: torch.Tensor, block_size: int, head_dim: int
+) -> list[Group]:
+    """Give the groups their buffers: one set as large as the largest needs, for all of them."""
+    num_keys = max((batch * width for batch, _, width in (i.shape for i in indices)), default=0)
+    num_queries = max(
+        (batch * packed for batch, packed, _ in (i.shape for i in indices)), default=0
+    )
+    num_scores = max((b * p * w for b, p, w in (i.shape for i in indices)), default=0)
+    kv_2xD = packed_xD.new_empty(2, num_keys, head_dim)
+    q_xD = packed_xD.new_empty(num_queries, head_dim)
+    scores_x = packed_xD.new_empty(num_scores)
+    groups, first = [], 0
+    for index in indices:
+        batch, packed, width = index.shape
+        k_xD, v_xD = kv_2xD[:, : batch * width].unbind()
+        v_bWD = v_xD.view(batch, width, head_dim)
+        scores_bPW = scores_x[: batch * packed * width].view(index.shape)
+        last = first + batch * packed
+        groups.append(
+            Group(
+                *(torch.from_numpy(part) for part in index[:4]),
+                k_nBD=k_xD.view(-1, block_size, head_dim),
+                v_nBD=v_xD.view(-1, block_size, head_dim),
+                v_xD=v_xD,
+                q_xD=q_xD[: batch * packed],
+                q_bPD=q_xD[: batch * packed].view(batch, packed, head_dim),
+                k_bDW=k_xD.view(batch, width, head_dim).transpose(1, 2),
+                scores_bPW=scores_bPW,
+                scores_x=scores_bPW.view(-1),
+                segments=list(
+                    zip(scores_bPW.split(SEGMENT, 2), v_bWD.split(SEGMENT, 1), strict=True)
+                ),
+                out_bPD=packed_xD[first:last].view(batch, packed, head_dim),
+            )
         )
-        pieces = cut_pieces(tuple(starts_R1.tolist()), tuple(kv_lens_R.tolist()))
-        groups = group_pieces(pieces, geometry.block_size)
-        return [build_group(group, table_x.view(len(kv_lens_R), -1), geometry) for group in groups]
+        first = last
+    return groups
+
+
+def fill_plan(
+    plan: AttentionPlan,
+    block_table_RM: torch.Tensor,
+    query_starts_R1: torch.Tensor,
+    kv_lens_R: torch.Tensor,
+    q_THD: torch.Tensor,
+    geometry: Geometry,
+) -> None:
+    """Build a step's plan from its lengths and block table."""
+    head_dim = q_THD.shape[2]
+    pieces = cut_pieces(tuple(query_starts_R1.tolist()), tuple(kv_lens_R.tolist()))
+    table = block_table_RM.numpy()
+    groups = group_pieces(pieces, geometry.block_size)
+    indices = [index_group(group, table, geometry) for group in groups]
+    num_packed = sum(batch * packed for batch, packed, _ in (i.shape for i in indices))
+    packed_xD = q_THD.new_empty(num_packed + 1, head_dim)
+    packed_xD[-1] = 0.0
+    outputs = np.full(q_THD.shape[0] * geometry.num_heads, num_packed, dtype=np.int64)
+    first = 0
+    for index in indices:
+        outputs[index.outputs] = first + index.packed
+        first += index.shape[0] * index.shape[1]
+    plan.groups = build_groups(indices, packed_xD, geometry.block_size, head_dim)
+    plan.packed_xD = packed_xD
+    plan.outputs = torch.from_numpy(outputs)
 
 
 def attend_group(
     q_xD: torch.Tensor, k_nBD: torch.Tensor, v_nBD: torch.Tensor, group: Group, scale: float
-) -> torch.Tensor:
-    """Return the packed outputs of a group, [R*G*P, D] fp32."""
-    batch, num_packed, width = group.shape
-    head_dim = q_xD.shape[-1]
-    kv_2xD = k_nBD.new_empty(2, batch * width, head_dim)  # one buffer: fewer page faults
-    k_xD, v_xD = kv_2xD.unbind()
-    block_shape = (-1, *k_nBD.shape[1:])
-    torch.index_select(k_nBD, 0, group.blocks, out=k_xD.view(block_shape))
-    torch.index_select(v_nBD, 0, group.blocks, out=v_xD.view(block_shape))
-    q_xD = q_xD.index_select(0, group.queries)
-    if k_nBD.dtype != torch.float32:
-        q_xD, k_xD, v_xD = q_xD.float(), k_xD.float(), v_xD.float()
+) -> None:
+    """Compute a group's packed outputs into its ``out_bPD``."""
+    torch.index_select(k_nBD, 0, group.blocks, out=group.k_nBD)
+    torch.index_select(v_nBD, 0, group.blocks, out=group.v_nBD)
+    torch.index_select(q_xD, 0, group.queries, out=group.q_xD)
     if group.dead.numel():
-        v_xD.index_fill_(0, group.dead, 0.0)
-    q_bPD = q_xD.view(batch, num_packed, head_dim)
-    v_bWD = v_xD.view(batch, width, head_dim)
-    k_bDW = k_xD.view(batch, width, head_dim).transpose(1, 2)
-
-    scores_bPW = q_xD.new_empty(batch, num_packed, width)
-    scores_bPW.baddbmm_(q_bPD, k_bDW, beta=0, alpha=scale)
+        group.v_xD.index_fill_(0, group.dead, 0.0)
+    group.scores_bPW.baddbmm_(group.q_bPD, group.k_bDW, beta=0, alpha=scale)
     if group.hidden.numel():
-        scores_bPW.view(-1).index_fill_(0, group.hidden, float("-inf"))
-    probs_bPW = torch.softmax(scores_bPW, -1, out=scores_bPW)
-    out_bPD = torch.bmm(probs_bPW[:, :, :SEGMENT], v_bWD[:, :SEGMENT])
-    for start in range(SEGMENT, width, SEGMENT):
-        end = min(start + SEGMENT, width)
-        out_bPD.baddbmm_(probs_bPW[:, :, start:end], v_bWD[:, start:end])
-    return out_bPD.view(-1, head_dim)
+        group.scores_x.index_fill_(0, group.hidden, float("-inf"))
+    torch.softmax(group.scores_bPW, -1, out=group.scores_bPW)
+    (probs_bPw, v_bwD), *others = group.segments
+    torch.bmm(probs_bPw, v_bwD, out=group.out_bPD)
+    for probs_bPw, v_bwD in others:
+        group.out_bPD.baddbmm_(probs_bPw, v_bwD)
 
 
 def paged_attention_cpu(
@@ -201,28 +271,21 @@ def paged_attention_cpu(
     kv_lens_R: torch.Tensor,
     scale: float,
     out_THD: torch.Tensor,
+    plan: AttentionPlan,
 ) -> torch.Tensor:
-    """Attend on the CPU into ``out_THD``; arguments as in ``paged_attention``."""
+    """Attend on the CPU into ``out_THD``, fp32; arguments as in ``paged_attention``."""
     num_tokens, num_heads, head_dim = q_THD.shape
     _, num_kv_heads, block_size, _ = k_cache_NGBD.shape
     if q_THD.stride(0) % head_dim or q_THD.stride()[1:] != (head_dim, 1):
         q_THD = q_THD.contiguous()
     query_stride = q_THD.stride(0) // head_dim  # q may be a view of a wider buffer
+    if plan.groups is None:
+        geometry = Geometry(num_heads, query_stride, num_kv_heads, block_size)
+        fill_plan(plan, block_table_RM, query_starts_R1, kv_lens_R, q_THD, geometry)
     q_xD = q_THD.as_strided(((num_tokens - 1) * query_stride + num_heads, head_dim), (head_dim, 1))
-    out_xD = out_THD.view(-1, head_dim)
-    lengths = (query_starts_R1, kv_lens_R, block_table_RM)
-    groups = plan(
-        *(tensor_x.numpy().tobytes() for tensor_x in lengths),
-        Geometry(num_heads, query_stride, num_kv_heads, block_size),
-    )
     k_nBD = k_cache_NGBD.view(-1, block_size, head_dim)
     v_nBD = v_cache_NGBD.view(-1, block_size, head_dim)
-    if sum(group.tokens.numel() for group in groups) < out_xD.shape[0]:
-        out_xD.zero_()
-    for group in groups:
-        packed_xD = attend_group(q_xD, k_nBD, v_nBD, group, scale).to(out_xD.dtype)
-        if group.tokens.numel() == out_xD.shape[0]:
-            torch.index_select(packed_xD, 0, group.packed, out=out_xD)
-        else:
-            out_xD.index_copy_(0, group.tokens, packed_xD.index_select(0, group.packed))
+    for group in plan.groups:
+        attend_group(q_xD, k_nBD, v_nBD, group, scale)
+    torch.index_select(plan.packed_xD, 0, plan.outputs, out=out_THD.view(-1, head_dim))
     return out_THD

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.gated_mlp import gated_mlp
 from pagedraft.kernels.linear import PackedLinear, linear, pack_linear
-from pagedraft.kernels.paged_attention import paged_attention
+from pagedraft.kernels.paged_attention import AttentionPlan, paged_attention
 from pagedraft.kernels.rms_norm import add_rms_norm, rms_norm
 from pagedraft.kernels.write_kv import WritePlan, plan_write_kv, write_kv
 from pagedraft.model.batch import StepBatch
@@ -122,9 +122,9 @@ class Transformer:
         residual_TE = F.embedding(batch.tokens_T, self.embed_VE).to(self.activation_dtype)
         normed_TE = rms_norm(residual_TE, self.layers[0].input_norm_E, eps)
         last = len(self.layers) - 1
-        plan = self._plan_write(batch, cache)
+        plans = self._plan_write(batch, cache), AttentionPlan()
         for index, layer in enumerate(self.layers):
-            heads_THD = self._attend(normed_TE, layer, batch, cache, index, plan)
+            heads_THD = self._attend(normed_TE, layer, batch, cache, index, *plans)
             if index == last and batch.num_logits == 0:
                 return heads_THD.new_empty(0, self.config.vocab_size, dtype=torch.float32)
             if index == last and batch.logit_rows_Q.shape[0] < batch.tokens_T.shape[0]:
@@ -162,7 +162,8 @@ class Transformer:
         batch: StepBatch,
         cache: KVCache,
         index: int,
-        plan: WritePlan | None,
+        write_plan: WritePlan | None,
+        attention_plan: AttentionPlan,
     ) -> torch.Tensor:
         """One layer's attention before the output projection: [T, H, D]."""
         k_NGBD, v_NGBD = cache.k[index], cache.v[index]
@@ -178,7 +179,7 @@ class Transformer:
             q_norm_D=layer.q_norm_D,
             k_norm_D=layer.k_norm_D,
             eps=self.config.rms_eps,
-            plan=plan,
+            plan=write_plan,
         )
         return paged_attention(
             q_THD,
@@ -189,4 +190,5 @@ class Transformer:
             batch.kv_lens_R,
             max_query_len=batch.max_query_len,
             max_kv_len=batch.max_kv_len,
+            plan=attention_plan,
         )
