@@ -29,6 +29,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # torch runs gelu on up to this many elements, and silu on twice as many, in one piece. Larger ones
 # are cut for the threads anywhere in a row, and the elements at a cut take another exp: other bits.
 MAX_CPU_ELEMENTS = 16384
+VECTOR = 64  # elements; a multiple of what torch's loops take at once, at any vector width
 
 
 def _activate(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -42,11 +43,18 @@ def gated_mlp_ref(gate_up_TF2: torch.Tensor, activation: Activation = "silu") ->
     return (_activate(gate_TF, activation) * up_TF).to(gate_up_TF2.dtype)
 
 
+def _is_cut_at_vectors(num_tokens: int, mlp_dim: int) -> bool:
+    """Whether threads that share the elements evenly cut between vectors, wherever they cut."""
+    threads = torch.get_num_threads()
+    size = num_tokens * mlp_dim
+    return mlp_dim % VECTOR == 0 and all(size % (n * VECTOR) == 0 for n in range(2, threads + 1))
+
+
 def gated_mlp_cpu(gate_up_TF2: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-    """The reference in pieces of whole rows, so that a row's bits do not depend on T or threads."""
+    """The reference so cut that a row's bits do not depend on T or threads."""
     num_tokens, num_columns = gate_up_TF2.shape
     max_rows = max(1, 2 * MAX_CPU_ELEMENTS // max(1, num_columns))
-    if num_tokens > max_rows:
+    if num_tokens > max_rows and not _is_cut_at_vectors(num_tokens, num_columns // 2):
         pieces = [gated_mlp_cpu(piece, activation) for piece in gate_up_TF2.split(max_rows)]
         return torch.cat(pieces)
     gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)

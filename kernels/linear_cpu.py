@@ -55,10 +55,15 @@ def _fbgemm_pack(weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Any:
     return torch.ops.quantized.linear_prepack_fp16(weight_OI, bias_O)
 
 
+@lru_cache(maxsize=1)
+def _fbgemm_op() -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    return torch.ops.quantized.linear_dynamic_fp16.default  # three look-ups, 1 us each
+
+
 def _fbgemm_run(x_TI: torch.Tensor, handle: Any) -> torch.Tensor:
     # Else torch looks for __torch_function__ on the handle and catches a C++ exception: 15 us.
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.ops.quantized.linear_dynamic_fp16.default(x_TI, handle)
+        return _fbgemm_op()(x_TI, handle)
 
 
 def _fbgemm_unpack(handle: Any) -> torch.Tensor:
