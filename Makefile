@@ -23,11 +23,14 @@ $(STAMP): requirements.txt pyproject.toml
 demo: $(STAMP)  ## run the demo on the real demo model
 	$(BIN)/pagedraft demo
 
+# One single-threaded worker a core: threads that wait for a busy core cost far more than they give.
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
 test: lint  ## lint, then every test
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	$(PYTEST)
 
 test-kernels: $(STAMP)  ## kernel tests; K=name for one op
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(if $(K),tests/kernels/test_$(K).py,tests/kernels)
+	$(PYTEST) $(if $(K),tests/kernels/test_$(K).py,tests/kernels)
 
 bench: $(STAMP)  ## measure what this machine can, save JSON under bench/results
 	$(BIN)/python -m pagedraft.bench

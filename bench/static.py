@@ -115,13 +115,14 @@ def _about(launch: Launch) -> dict[str, Any]:
 
 
 def _judge(launch: Launch, code: MachineCode, shared: int) -> str | None:
+    problems = []
     limit = SHARED_LIMITS[launch.target]
     if shared > limit:
-        return f"shared memory: {shared} bytes of {limit}"
+        problems.append(f"shared memory: {shared} bytes of {limit}")
     is_narrow = any(kind in ("*fp16", "*bf16") for kind in launch.source.signature.values())
     if code.spill_bytes > ALLOWED_SPILL and launch.op in HOT_OPS and is_narrow:
-        return f"spills {code.spill_bytes} bytes a thread"
-    return None
+        problems.append(f"spills {code.spill_bytes} bytes a thread")
+    return "; ".join(problems) or None
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pagedraft.kernels.gated_mlp import Activation
 from pagedraft.model.families import family_of, has_bias
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -55,7 +56,7 @@ class ModelConfig:
     attention_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
-    activation: str = "silu"
+    activation: Activation = "silu"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: torch.dtype = torch.float32
@@ -228,7 +229,7 @@ def _number(values: Mapping[str, Any], name: str, prefix: str = "") -> float:
     """Return a positive finite number as a float."""
     value = values.get(name)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
+    if value is None or not is_number or not 0 < value < float("inf"):
         raise ValueError(f"{prefix}{name}: expected a positive number, got {value!r}")
     return float(value)
 

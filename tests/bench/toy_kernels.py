@@ -66,7 +66,7 @@ def calls():
     yield Call("toy", "odd", lambda: good(torch.empty(1023)))
     yield Call("toy", "broken", lambda: broken(torch.empty(32)))
     yield Call("toy", "wide", lambda: product(128, torch.float16, num_stages=4))
-    yield Call("linear", "spills", lambda: product(128, torch.float16, num_warps=1))
+    yield Call("linear", "spills", lambda: product(128, torch.float16, num_warps=1, num_stages=1))
     yield Call("toy", "raises", lambda: torch.empty(4).view(3))
     yield Call("toy", "nothing", lambda: None)
     yield Call("toy", "option", lambda: product(32, torch.float16, no_such_option=1))
