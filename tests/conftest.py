@@ -7,6 +7,7 @@ machine call with ``TRITON_INTERPRET=0``: then kernels are compiled and CUDA tes
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import tempfile
@@ -21,7 +22,6 @@ if "TRITON_CACHE_DIR" not in os.environ:
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
 
 from pagedraft.kernels.dispatch import INTERPRETED, use_implementation  # noqa: E402
 
@@ -30,8 +30,11 @@ if INTERPRETED:
 
     interpreter.install()
 
-settings.register_profile("ci", deadline=None, derandomize=True, database=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+with contextlib.suppress(ImportError):  # a GPU machine may lack it; only pure-Python tests use it
+    from hypothesis import settings
+
+    settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 HAS_CUDA = torch.cuda.is_available() and not INTERPRETED
 

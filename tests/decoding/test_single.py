@@ -18,7 +18,7 @@ PROMPT = [5, 9, 33, 7, 60, 61, 5, 9]
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("single")
     reference = save_tiny(root / "target", "qwen3", seed=0)
-    save_tiny(root / "draft", "qwen3", seed=1, num_hidden_layers=1)
+    save_tiny(root / "draft", "llama", seed=1, num_hidden_layers=1)
     with use_implementation("cpu"):
         return reference, *(Transformer.from_folder(root / name) for name in ("target", "draft"))
 

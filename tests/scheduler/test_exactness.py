@@ -133,16 +133,23 @@ def test_teeth_a_reused_noise_is_seen(load, expected, monkeypatch):
     assert run_together(llm, prompts, params).token_ids != expected(torch.float32)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run compiled here; see bench/gpu_check.py")
-@pytest.mark.parametrize("drafter", ["ngram", "self", "other"])
-def test_fp16_on_interpreted_kernels(folders, drafter):
+@pytest.fixture(scope="module")
+def interpreted(folders):
+    """Loader, prompts, parameters and plain outputs on interpreted kernels in fp16, kept small."""
+
     @cache
     def load(name: str, dtype: torch.dtype) -> Transformer:
         return Transformer.from_folder(folders[name], dtype=dtype)
 
-    prompts, params = random_prompts(VOCAB, (1, 9, 14)), mixed_params(3, 5)
-    expected = plain_outputs(load("target", torch.float16), prompts, params)
-    llm = make_llm(load, drafter, 3, torch.float16, kv_tokens=32)
-    outcome = run_together(llm, prompts, params)
+    prompts, params = random_prompts(VOCAB, (2, 9)), mixed_params(2, 4)
+    return load, prompts, params, plain_outputs(load("target", torch.float16), prompts, params)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run compiled here; see bench/gpu_check.py")
+@pytest.mark.parametrize("drafter", ["ngram", "self", "other"])
+def test_fp16_on_interpreted_kernels(interpreted, drafter):
+    load, prompts, params, expected = interpreted
+    llm = make_llm(load, drafter, 3, torch.float16, kv_tokens=64)
+    outcome = run_preempted(llm, prompts, params)
     assert outcome.token_ids == expected
     assert outcome.num_preemptions > 0
