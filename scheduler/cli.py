@@ -36,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="run a batch of requests with and without speculation")
     _add_model_options(demo)
-    demo.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
+    demo.add_argument(
+        "--max-tokens", type=int, default=160, help="longest answer (160)"
+    )
     demo.set_defaults(command=_demo)
 
     generate = commands.add_parser("generate", help="answer one prompt")

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagedraft.decoding.params import SamplingParams
-from pagedraft.scheduler.demo_prompts import CHAT_QUESTIONS, CODE_EDITS
+from pagedraft.scheduler.demo_prompts import REQUESTS
 from pagedraft.scheduler.llm import LLM, Completion
 from pagedraft.scheduler.metrics import EngineStats, Summary, percentile, summarise
 
@@ -25,13 +25,15 @@ def run_demo(llm: LLM, max_tokens: int) -> int:
     the requests themselves, so both use one model, one pool and one engine.
     """
     console = Console()
-    questions = [*CHAT_QUESTIONS, *CODE_EDITS]
+    questions = [request.prompt for request in REQUESTS]
     prompts = [llm.chat_ids([{"role": "user", "content": question}]) for question in questions]
     params = [
         SamplingParams(
-            max_tokens=max_tokens, temperature=0.0 if index % 2 == 0 else 0.8, seed=index
+            max_tokens=max(1, round(max_tokens * request.length)),
+            temperature=request.temperature,
+            seed=seed,
         )
-        for index in range(len(prompts))
+        for seed, request in enumerate(REQUESTS)
     ]
     llm.generate(prompts, [replace(row, max_tokens=2) for row in params])  # warm up
     console.print(f"Running {len(prompts)} requests at once, with speculation ...")

@@ -1,5 +1,7 @@
 """The demo's requests: chat questions, and code edits whose answers repeat much of the prompt."""
 
+from typing import NamedTuple
+
 CHAT_QUESTIONS = (
     "What is the capital of France, and what is it known for?",
     "Explain in three sentences why the sky is blue.",
@@ -69,12 +71,34 @@ def format_config(config):
     return "\\n".join(lines)
 """
 
+_RENAME = "Rewrite this Python code with `{}` renamed to `{}`. Change nothing else."
+
 CODE_EDITS = tuple(
     f"{task}\n\n```python\n{code}```"
     for task, code in (
-        ("Repeat this Python code, but rename `Inventory` to `Warehouse`:", _INVENTORY),
-        ("Repeat this Python code, but rename `mean` to `average`:", _STATISTICS),
-        ("Repeat this Python code, but rename `config` to `settings`:", _PARSER),
-        ("Add a docstring to each function of this code:", _STATISTICS),
+        (_RENAME.format("Inventory", "Warehouse"), _INVENTORY),
+        (_RENAME.format("mean", "average"), _STATISTICS),
+        (_RENAME.format("config", "settings"), _PARSER),
+        ("Add type hints to this Python code:", _INVENTORY),
     )
+)
+
+
+class DemoRequest(NamedTuple):
+    """One request of the demo; ``length`` is its share of the longest answer."""
+
+    prompt: str
+    temperature: float
+    length: float
+
+
+REQUESTS = (
+    *(
+        DemoRequest(question, temperature, 0.4)
+        for question, temperature in zip(CHAT_QUESTIONS, (0.0, 0.8, 0.0, 0.8), strict=True)
+    ),
+    *(
+        DemoRequest(edit, temperature, 1.0)
+        for edit, temperature in zip(CODE_EDITS, (0.3, 0.0, 0.0, 0.0), strict=True)
+    ),
 )
