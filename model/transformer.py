@@ -16,6 +16,7 @@ from pagedraft.kernels.rms_norm import add_rms_norm, rms_norm
 from pagedraft.kernels.write_kv import WritePlan, plan_write_kv, write_kv
 from pagedraft.model.batch import StepBatch
 from pagedraft.model.config import ModelConfig
+from pagedraft.model.huge_pages import MIN_WEIGHT_BYTES, use_huge_pages
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.rope import rope_table
 from pagedraft.model.weights import load_weights
@@ -54,6 +55,7 @@ class Transformer:
         self.config = config
         self.exact = exact
         self.folder: Path | None = None
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
         embed = weights["embed"]
         self.device = embed.device
         self.dtype = embed.dtype
@@ -65,6 +67,8 @@ class Transformer:
         self.head = pack_linear(weights.get("head", embed))
         cos_PR, sin_PR = rope_table(config, config.max_positions)
         self.cos_PR, self.sin_PR = cos_PR.to(self.device), sin_PR.to(self.device)
+        if self.device.type == "cpu" and num_bytes >= MIN_WEIGHT_BYTES:
+            use_huge_pages()
 
     @classmethod
     def from_folder(
