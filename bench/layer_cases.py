@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,16 @@ import torch.nn.functional as F
 from pagedraft.bench.shapes import ModelShape, StepShape
 from pagedraft.bench.static_calls import BLOCK_SIZE, linear_sizes
 from pagedraft.kernels.cost import Cost
+from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.gated_mlp import gated_mlp, gated_mlp_cost
 from pagedraft.kernels.linear import linear, linear_cost, pack_linear
-from pagedraft.kernels.paged_attention import paged_attention, paged_attention_cost
+from pagedraft.kernels.paged_attention import (
+    AttentionPlan,
+    paged_attention,
+    paged_attention_cost,
+)
 from pagedraft.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_cost
-from pagedraft.kernels.write_kv import write_kv, write_kv_cost
+from pagedraft.kernels.write_kv import plan_write_kv, write_kv, write_kv_cost
 
 Tensors = dict[str, torch.Tensor]
 Prepare = Callable[[Tensors], Callable[[], object]]
@@ -175,8 +181,8 @@ def _paged_attention(make: Maker) -> Iterator[KernelCase]:
     def prepare(t: Tensors) -> Callable[[], object]:
         args = (t["q"], t["k"], t["v"], t["table"], t["starts"], t["lens"])
         sizes = {"max_query_len": step.span, "max_kv_len": step.context}
-        out = torch.empty_like(t["q"])
-        return lambda: paged_attention(*args, **sizes, out=out)
+        out, plan = torch.empty_like(t["q"]), AttentionPlan()  # as the layers of a step share it
+        return lambda: paged_attention(*args, **sizes, out=out, plan=plan)
 
     def baseline(t: Tensors) -> Callable[[], object]:
         shape = (step.num_rows, step.span, model.num_heads, model.head_dim)
@@ -221,8 +227,12 @@ def _write_kv(make: Maker) -> Iterator[KernelCase]:
         return {**paged_inputs(make), **tables}
 
     def prepare(t: Tensors) -> Callable[[], object]:
-        tables = (t["cos"], t["sin"], t["positions"], t["slots"], t["k"], t["v"])
-        return lambda: (write_kv(t["qkv"], *tables, model.num_heads), t["k"], t["v"])
+        tables = (t["cos"], t["sin"], t["positions"], t["slots"])
+        caches = (t["k"], t["v"])
+        is_cpu = implementation("write_kv", t["qkv"].device, has_cpu=True) == "cpu"
+        plan = plan_write_kv(*tables, model.num_kv_heads, BLOCK_SIZE) if is_cpu else None
+        write = partial(write_kv, t["qkv"], *tables, *caches, model.num_heads, plan=plan)
+        return lambda: (write(), *caches)
 
     def baseline(t: Tensors) -> Callable[[], object]:
         return lambda: _rope_and_scatter(t, model)
