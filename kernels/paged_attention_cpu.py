@@ -53,9 +53,9 @@ class Group(NamedTuple):
     """Pieces that run as one batch of R*G products: P packed queries on W padded keys.
 
     blocks: pool blocks of one KV head each, in the order of the gathered keys [R*G, W].
-    dead: gathered keys behind a row's context; their values may hold anything.
+    dead: gathered keys, then values, behind a row's context: slots that may hold anything.
     queries: row of q of each packed query [R*G, P]; padding repeats the first query.
-    hidden: entries of the scores [R*G, P, W] that a query may not see.
+    bias_bPW: 0 where a query may see a key, else -inf; one for all heads if there is one row.
 
     The rest are views of buffers that all groups of a step share (``out_bPD`` is the group's own):
     where the gathered blocks go, how the products read them, and the pairs of segments to add up.
@@ -64,15 +64,14 @@ class Group(NamedTuple):
     blocks: torch.Tensor
     dead: torch.Tensor
     queries: torch.Tensor
-    hidden: torch.Tensor
+    bias_bPW: torch.Tensor
     k_nBD: torch.Tensor
     v_nBD: torch.Tensor
-    v_xD: torch.Tensor
+    kv_xD: torch.Tensor
     q_xD: torch.Tensor
     q_bPD: torch.Tensor
     k_bDW: torch.Tensor
     scores_bPW: torch.Tensor
-    scores_x: torch.Tensor
     segments: list[tuple[torch.Tensor, torch.Tensor]]
     out_bPD: torch.Tensor
 
@@ -97,7 +96,7 @@ class Index(NamedTuple):
     blocks: np.ndarray
     dead: np.ndarray
     queries: np.ndarray
-    hidden: np.ndarray
+    bias_bPW: np.ndarray
     packed: np.ndarray
     outputs: np.ndarray
     shape: tuple[int, int, int]
@@ -154,6 +153,7 @@ def index_group(pieces: list[Piece], block_table_RM: np.ndarray, geometry: Geome
     column_Rn = np.minimum(np.arange(width // block_size), (kv_len - 1) // block_size)
     blocks_R1n = block_table_RM[row, column_Rn].astype(np.int64)[:, None]
     dead_RGW = np.broadcast_to((keys_1W >= row_kv_len)[:, None], (len(row), num_kv_heads, width))
+    dead = np.flatnonzero(dead_RGW)
 
     packed_1P = np.arange(num_packed)[None]
     is_real_RP = packed_1P // group_size < span
@@ -161,15 +161,17 @@ def index_group(pieces: list[Piece], block_table_RM: np.ndarray, geometry: Geome
     heads_GP = heads_G1 * group_size + packed_1P % group_size
     token_R1P = (token + query_RP)[:, None]
     hidden_RPW = keys_1W[:, None] > (kv_len - span + query_RP)[:, :, None]
-    full = (len(row), num_kv_heads, num_packed, width)
+    bias_RPW = np.where(hidden_RPW, np.float32("-inf"), np.float32(0.0))
+    if len(row) > 1:
+        bias_RPW = np.repeat(bias_RPW, num_kv_heads, axis=0)
 
     outputs_RGP = token_R1P * num_heads + heads_GP
     packed = np.flatnonzero(np.broadcast_to(is_real_RP[:, None], outputs_RGP.shape))
     return Index(
         blocks=(blocks_R1n * num_kv_heads + heads_G1).reshape(-1),
-        dead=np.flatnonzero(dead_RGW),
+        dead=np.concatenate((dead, dead + dead_RGW.size)),
         queries=(token_R1P * query_stride + heads_GP).reshape(-1),
-        hidden=np.flatnonzero(np.broadcast_to(hidden_RPW[:, None], full)),
+        bias_bPW=bias_RPW,
         packed=packed,
         outputs=outputs_RGP.reshape(-1)[packed],
         shape=shape,
@@ -185,13 +187,13 @@ def build_groups(
         (batch * packed for batch, packed, _ in (i.shape for i in indices)), default=0
     )
     num_scores = max((b * p * w for b, p, w in (i.shape for i in indices)), default=0)
-    kv_2xD = packed_xD.new_empty(2, num_keys, head_dim)
+    kv_xD = packed_xD.new_empty(2 * num_keys, head_dim)
     q_xD = packed_xD.new_empty(num_queries, head_dim)
     scores_x = packed_xD.new_empty(num_scores)
     groups, first = [], 0
     for index in indices:
         batch, packed, width = index.shape
-        k_xD, v_xD = kv_2xD[:, : batch * width].unbind()
+        k_xD, v_xD = kv_xD[: 2 * batch * width].chunk(2)
         v_bWD = v_xD.view(batch, width, head_dim)
         scores_bPW = scores_x[: batch * packed * width].view(index.shape)
         last = first + batch * packed
@@ -200,12 +202,11 @@ def build_groups(
                 *(torch.from_numpy(part) for part in index[:4]),
                 k_nBD=k_xD.view(-1, block_size, head_dim),
                 v_nBD=v_xD.view(-1, block_size, head_dim),
-                v_xD=v_xD,
+                kv_xD=kv_xD[: 2 * batch * width],
                 q_xD=q_xD[: batch * packed],
                 q_bPD=q_xD[: batch * packed].view(batch, packed, head_dim),
                 k_bDW=k_xD.view(batch, width, head_dim).transpose(1, 2),
                 scores_bPW=scores_bPW,
-                scores_x=scores_bPW.view(-1),
                 segments=list(
                     zip(scores_bPW.split(SEGMENT, 2), v_bWD.split(SEGMENT, 1), strict=True)
                 ),
@@ -251,11 +252,10 @@ def attend_group(
     torch.index_select(v_nBD, 0, group.blocks, out=group.v_nBD)
     torch.index_select(q_xD, 0, group.queries, out=group.q_xD)
     if group.dead.numel():
-        group.v_xD.index_fill_(0, group.dead, 0.0)
-    group.scores_bPW.baddbmm_(group.q_bPD, group.k_bDW, beta=0, alpha=scale)
-    if group.hidden.numel():
-        group.scores_x.index_fill_(0, group.hidden, float("-inf"))
-    torch.softmax(group.scores_bPW, -1, out=group.scores_bPW)
+        group.kv_xD.index_fill_(0, group.dead, 0.0)
+    scores_bPW = group.scores_bPW
+    torch.baddbmm(group.bias_bPW, group.q_bPD, group.k_bDW, alpha=scale, out=scores_bPW)
+    torch.softmax(scores_bPW, -1, out=scores_bPW)
     (probs_bPw, v_bwD), *others = group.segments
     torch.bmm(probs_bPw, v_bwD, out=group.out_bPD)
     for probs_bPw, v_bwD in others:
