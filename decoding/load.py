@@ -36,7 +36,10 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """The torch device of a name; "auto" is CUDA where there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {device!r} was asked for, and there is no CUDA device")
+    return resolved
 
 
 def load_model(
@@ -62,7 +65,10 @@ def load_tokenizer(model: Transformer) -> Any:
         return None
     from transformers import AutoTokenizer  # slow to import, and not needed for token ids
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever a broken file makes the tokenizer library raise
+        raise ValueError(f"{folder / 'tokenizer.json'}: cannot be read: {error}") from error
 
 
 def encode(prompt: str | list[int], tokenizer: Any) -> list[int]:
@@ -70,6 +76,8 @@ def encode(prompt: str | list[int], tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("prompt: text needs a tokenizer, and the model's folder has none")
+        if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
+            raise ValueError("prompt: expected Unicode text, got bytes that are no valid UTF-8")
         return list(tokenizer.encode(prompt))
     if not isinstance(prompt, (list, tuple)) or any(
         isinstance(token, bool) or not isinstance(token, int) for token in prompt

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
+MAX_TEMPERATURE = 1e6  # all tokens are alike long before that; 1 / T must stay a normal fp32
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,8 @@ class SamplingParams:
     """How one request is sampled and where it ends.
 
     max_tokens: most tokens to generate, >= 1.
-    temperature: 0 is greedy; None takes the model's ``generation_config.json``, then 1.0.
+    temperature: 0 is greedy, at most 1e6; None takes the model's ``generation_config.json``, then
+        1.0.
     seed: fixes the noise, 0 <= seed < 2**64; None derives one from the LLM's seed and the order of
         submission.
     stop_token_ids: ids that end the request besides the model's EOS; the id itself is kept.
@@ -32,19 +34,22 @@ class SamplingParams:
     speculate: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stop_token_ids, Collection) or isinstance(self.stop_token_ids, str):
+            raise TypeError(f"stop_token_ids: expected token ids, got {self.stop_token_ids!r}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_int("max_tokens", self.max_tokens, 1, None)
+        check_int("max_tokens", self.max_tokens, 1)
         if self.temperature is not None:
             _check_temperature(self.temperature)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**64 - 1)
+            check_int("seed", self.seed, 0, 2**64 - 1)
         for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, None)
+            check_int("stop_token_ids", token_id, 0)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise TypeError or ValueError, naming ``name``, unless it is an integer in the span."""
     span = f">= {low}" if high is None else f"from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an integer {span}, got {value!r}")
@@ -55,8 +60,8 @@ def _check_int(name: str, value: object, low: int, high: int | None) -> None:
 def _check_temperature(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"temperature: expected a number >= 0, got {value!r}")
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"temperature: expected a finite number >= 0, got {value}")
+    if not 0 <= value <= MAX_TEMPERATURE:  # also false for NaN
+        raise ValueError(f"temperature: expected from 0 to {MAX_TEMPERATURE:.0f}, got {value}")
 
 
 def derive_seed(base_seed: int, index: int) -> int:

@@ -201,11 +201,11 @@ def _fp16_scale(weight_OI: torch.Tensor) -> float | None:
     1.0 if that works; else the largest weight moves to [2**14, 2**15), which leaves the most room
     for small ones (exact down to 2**-39 of it).
     """
+    largest = float(weight_OI.abs().amax()) if weight_OI.numel() else 0.0
+    if not largest < math.inf:  # the packer saturates infinities
+        return None
     if torch.equal(weight_OI.half().float(), weight_OI):
         return 1.0
-    largest = float(weight_OI.abs().amax())
-    if not 0.0 < largest < math.inf:
-        return None
     scale = 2.0 ** (math.frexp(largest)[1] - 15)
     scaled_OI = weight_OI / scale
     return scale if torch.equal(scaled_OI.half().float(), scaled_OI) else None

@@ -43,7 +43,7 @@ class StepBatch:
     kv_lens_R: int32 context length of each row after this step's tokens are written.
     block_table_RM: int32 blocks of each row, filled up with the null block.
     logit_rows_Q: int64 indices into the T axis of the tokens that need logits, padded with 0.
-    num_logits: how many entries of ``logit_rows_Q`` are real.
+    num_tokens, num_logits: how many entries of the T and Q axes are real.
     max_query_len, max_kv_len: the largest span and the largest context.
     """
 
@@ -54,6 +54,7 @@ class StepBatch:
     kv_lens_R: torch.Tensor
     block_table_RM: torch.Tensor
     logit_rows_Q: torch.Tensor
+    num_tokens: int
     num_logits: int
     max_query_len: int
     max_kv_len: int
@@ -107,6 +108,7 @@ def build_step_batch(
         kv_lens_R=to_device((starts + lengths).astype(np.int32)),
         block_table_RM=to_device(table),
         logit_rows_Q=to_device(logit_rows),
+        num_tokens=num_tokens,
         num_logits=num_logits,
         max_query_len=int(lengths.max()),
         max_kv_len=int((starts + lengths).max()),

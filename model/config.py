@@ -84,8 +84,8 @@ class ModelConfig:
         generation = read_json(generation_file) if generation_file.is_file() else {}
         try:
             return _from_values(values, generation)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from None
+        except (ValueError, TypeError, ArithmeticError) as error:  # odd types in odd places
+            raise ValueError(f"{file}: {error}") from error
 
 
 def check_folder(path: str | Path) -> Path:

@@ -6,6 +6,8 @@ import torch
 
 from pagedraft.model.config import ModelConfig
 
+BLOCK_SIZES = (8, 16, 32, 64, 128)  # tokens; what the attention kernels are tested with
+
 
 class KVCache:
     """Per layer ``k`` and ``v`` tensors of shape [N, G, B, D]: one block of one head is contiguous.
@@ -25,8 +27,8 @@ class KVCache:
             raise ValueError(
                 f"num_blocks: expected at least 2 (one is the null block), got {num_blocks}"
             )
-        if block_size not in (8, 16, 32, 64, 128):
-            raise ValueError(f"block_size: expected 8, 16, 32, 64 or 128 tokens, got {block_size}")
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size: expected one of {list(BLOCK_SIZES)}, got {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)

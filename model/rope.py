@@ -41,7 +41,10 @@ def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     inv_freq_R = 1.0 / config.rope_theta**exponents_R
     if config.rope_scaling is None:
         return inv_freq_R, 1.0
-    return _SCALINGS[config.rope_scaling["rope_type"]](inv_freq_R, config.rope_scaling, config)
+    try:
+        return _SCALINGS[config.rope_scaling["rope_type"]](inv_freq_R, config.rope_scaling, config)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"rope_scaling: {dict(config.rope_scaling)}: {error}") from error
 
 
 def _linear(

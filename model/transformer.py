@@ -131,7 +131,7 @@ class Transformer:
             heads_THD = self._attend(normed_TE, layer, batch, cache, index, *plans)
             if index == last and batch.num_logits == 0:
                 return heads_THD.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-            if index == last and batch.logit_rows_Q.shape[0] < batch.tokens_T.shape[0]:
+            if index == last and batch.num_logits < batch.num_tokens:
                 heads_THD = heads_THD[batch.logit_rows_Q]
                 residual_TE = residual_TE[batch.logit_rows_Q]
             attended_TE = linear(heads_THD.flatten(1), layer.o, exact=self.exact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.command(args)
+    except BrokenPipeError:  # the reader has seen enough; nothing is left to flush into
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, TypeError, FileNotFoundError, RuntimeError, OSError) as error:
         if args.traceback:
             raise
@@ -36,9 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="run a batch of requests with and without speculation")
     _add_model_options(demo)
-    demo.add_argument(
-        "--max-tokens", type=int, default=160, help="longest answer (160)"
-    )
+    demo.add_argument("--max-tokens", type=int, default=160, help="longest answer (160)")
     demo.set_defaults(command=_demo)
 
     generate = commands.add_parser("generate", help="answer one prompt")
@@ -69,7 +71,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _draft_length(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected auto or an integer, got {text!r}") from None
 
 
 def _load(args: argparse.Namespace) -> LLM:

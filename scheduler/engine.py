@@ -13,7 +13,8 @@ import torch
 from pagedraft.decoding.commit import commit, max_drafts
 from pagedraft.decoding.controller import DraftController
 from pagedraft.decoding.drafters.base import Drafter
-from pagedraft.decoding.drafters.guard import propose_safely
+from pagedraft.decoding.drafters.guard import free_safely, propose_safely
+from pagedraft.decoding.params import check_int
 from pagedraft.decoding.verify import verify_rows
 from pagedraft.kernels.logprobs import logprobs
 from pagedraft.model.batch import Span, build_step_batch
@@ -43,6 +44,10 @@ class Engine:
         max_rows: int = 64,
         chunk_tokens: int | None = None,
     ) -> None:
+        for name, value in (("token_budget", token_budget), ("max_rows", max_rows)):
+            check_int(name, value, 1)
+        if chunk_tokens is not None:
+            check_int("chunk_tokens", chunk_tokens, 1)
         self.target = target
         self.cache = cache
         self.pool = BlockPool(cache.num_blocks, cache.block_size)
@@ -55,6 +60,7 @@ class Engine:
         self.running: list[Request] = []
         self.stats = EngineStats()
         self._num_submitted = 0
+        self._is_stepping = False
 
     @property
     def has_work(self) -> bool:
@@ -64,6 +70,12 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request, or raise ValueError naming what makes it impossible."""
         self._check(request)
+        if request.finished:
+            raise ValueError(
+                f"request {request.request_id!r}: it has ended: {request.finish_reason}"
+            )
+        if isinstance(request.priority, bool) or not isinstance(request.priority, int):
+            raise TypeError(f"priority: expected an integer, got {request.priority!r}")
         live_ids = {other.request_id for other in (*self.running, *self.waiting)}
         if request.request_id in live_ids:
             raise ValueError(f"request_id: {request.request_id!r} is in use by a live request")
@@ -83,7 +95,19 @@ class Engine:
             self.abort(request)
 
     def step(self) -> list[Request]:
-        """Run one pass; return the requests that got tokens or ended in it."""
+        """Run one pass; return the requests that got tokens or ended in it.
+
+        Callbacks run inside; they may submit and abort requests, but not step.
+        """
+        if self._is_stepping:
+            raise RuntimeError("step: called from a callback of the step that is running")
+        self._is_stepping = True
+        try:
+            return self._step()
+        finally:
+            self._is_stepping = False
+
+    def _step(self) -> list[Request]:
         began = time.perf_counter()
         for request in self.running:
             request.num_drafts = self._wanted_drafts(request)
@@ -200,7 +224,8 @@ class Engine:
         )
         logits_QV = self.target.forward(batch, self.cache)
         for request, num_tokens in scheduled.items():
-            request.sequence.num_written += min(num_tokens, request.sequence.num_pending)
+            if num_tokens < request.sequence.num_pending:  # others count when they commit
+                request.sequence.num_written += num_tokens
         return sum(len(span.token_ids) for span in spans), logits_QV, sampled
 
     def _commit_rows(
@@ -215,12 +240,18 @@ class Engine:
         now = time.perf_counter()
         first_row = num_kept = 0
         for request, row_drafts, tokens in zip(sampled, proposed, verified, strict=True):
+            rows_QV = logits_QV[first_row : first_row + len(tokens)]
+            first_row += len(row_drafts) + 1
+            if request.finished:  # a callback of this very step aborted it
+                continue
+            if row_drafts and tokens[-1] < 0:
+                self._retry_without_drafts(request)
+                continue
             request.acceptance.record(len(row_drafts), len(tokens) - 1)
             request.stats.record_drafts(len(row_drafts), len(tokens) - 1)
             kept, reason, error = self._keep(request, tokens)
             if kept and request.params.logprobs is not None:
-                rows_QV = logits_QV[first_row : first_row + len(kept)]
-                self._add_logprobs(request, rows_QV, kept)
+                self._add_logprobs(request, rows_QV[: len(kept)], kept)
             if kept:
                 request.sequence.append(kept)
                 request.stats.emissions.append((now, len(kept)))
@@ -228,9 +259,19 @@ class Engine:
                 self._finish(request, reason, error)
             if kept and request.on_tokens is not None:
                 self._call_back(request, kept)
-            first_row += len(row_drafts) + 1
             num_kept += len(kept)
         return num_kept
+
+    def _retry_without_drafts(self, request: Request) -> None:
+        """Decode this step's tokens again one by one: the NaN may be a rejected draft's.
+
+        A draft's NaN keys and values reach the rows before it as 0 * NaN; plain decoding never
+        sees them.
+        """
+        request.sequence.append([])
+        request.speculating = False
+        request.stats.drafter_errors.append("NaN in a step with drafts")
+        self.stats.num_drafter_errors += 1
 
     def _call_back(self, request: Request, kept: list[int]) -> None:
         """Hand tokens to the submitter; a callback that raises ends its own request only."""
@@ -287,8 +328,12 @@ class Engine:
             request.block_ids.clear()
 
     def _forget(self, request: Request) -> None:
-        if self.drafter is not None:
-            self.drafter.on_free(request.sequence)
+        if self.drafter is None:
+            return
+        error = free_safely(self.drafter, request.sequence)
+        if error is not None:
+            request.stats.drafter_errors.append(error)
+            self.stats.num_drafter_errors += 1
 
     def _record(self, seconds: float, num_fed: int, num_committed: int, decodes_only: bool) -> None:
         """Feed the step to the statistics, and to the controller if it held no prompt."""

@@ -17,9 +17,9 @@ from pagedraft.decoding.drafters.base import Drafter
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter, check_vocabularies
 from pagedraft.decoding.drafters.lookup import NgramDrafter
 from pagedraft.decoding.load import encode, load_model, load_tokenizer
-from pagedraft.decoding.params import SamplingParams, derive_seed
+from pagedraft.decoding.params import SamplingParams, check_int, derive_seed
 from pagedraft.decoding.sequence import Sequence
-from pagedraft.model.kv_cache import KVCache, kv_bytes_per_token
+from pagedraft.model.kv_cache import BLOCK_SIZES, KVCache, kv_bytes_per_token
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.engine import Engine
 from pagedraft.scheduler.memory import default_kv_tokens
@@ -76,8 +76,11 @@ class LLM:
     ) -> None:
         if speculate not in SPECULATE:
             raise ValueError(f"speculate: expected one of {list(SPECULATE)}, got {speculate!r}")
-        if kv_tokens is not None and kv_tokens < 1:
-            raise ValueError(f"kv_tokens: expected at least 1, got {kv_tokens}")
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size: expected one of {list(BLOCK_SIZES)}, got {block_size!r}")
+        if kv_tokens is not None:
+            check_int("kv_tokens", kv_tokens, 1)
+        check_int("seed", seed, 0, 2**64 - 1)
         controller = DraftController(k)
         self.target = load_model(model, dtype=dtype, device=device, exact=exact)
         self.tokenizer = load_tokenizer(self.target)
@@ -116,9 +119,7 @@ class LLM:
         request that fails while running ends alone, with finish_reason "error".
         """
         many = _as_prompts(prompts)
-        rows = params if isinstance(params, list) else [params or SamplingParams()] * len(many)
-        if len(rows) != len(many):
-            raise ValueError(f"params: expected {len(many)} as there are prompts, got {len(rows)}")
+        rows = _as_params(params, len(many))
         requests: list[Request] = []
         try:
             for index, (prompt, row) in enumerate(zip(many, rows, strict=True)):
@@ -176,6 +177,8 @@ class LLM:
 
         options: ``priority`` and ``on_tokens`` of Request.
         """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params: expected SamplingParams, got {params!r}")
         index = self._num_submitted
         temperature = params.temperature
         if temperature is None:
@@ -252,9 +255,25 @@ class LLM:
 
 def _as_prompts(prompts: Any) -> list[Any]:
     """One prompt or many, as a list of prompts."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        kind = type(prompts).__name__
+        raise TypeError(f"prompts: expected text, token ids or a list of either, got a {kind}")
+    if prompts and all(isinstance(token, int) for token in prompts):
+        return [list(prompts)]
     return list(prompts)
+
+
+def _as_params(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for all prompts or one for each, as a list."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)):
+        raise TypeError(f"params: expected SamplingParams or a list of them, got {params!r}")
+    if len(params) != count:
+        raise ValueError(f"params: expected {count} as there are prompts, got {len(params)}")
+    return list(params)
 
 
 def _default_temperature(folder: Path | None) -> float:
@@ -266,4 +285,11 @@ def _default_temperature(folder: Path | None) -> float:
     ignored = [name for name in ("top_k", "top_p", "min_p") if settings.get(name) is not None]
     if ignored:
         logger.warning("%s: %s are not applied", path, ", ".join(ignored))
-    return float(settings.get("temperature") or 1.0)
+    temperature = settings.get("temperature")
+    if temperature is None:
+        return 1.0
+    try:
+        SamplingParams(temperature=temperature)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error
+    return float(temperature)

@@ -71,6 +71,8 @@ class DraftModelDrafter:
             sequence = sequences[row]
             start = min(sequence.num_draft_written, sequence.num_tokens - 1)
             sequence.num_draft_written = start
+            if max(sequence.token_ids[start:]) >= self.model.config.vocab_size:
+                continue  # a token that the draft does not know: it cannot follow this text
             missing = sequence.token_ids[start:-1]
             if len(missing) <= left:
                 ready.append(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence as Seq
 
 from pagedraft.decoding.drafters.base import Drafter
@@ -18,24 +19,38 @@ def propose_safely(
     """
     errors: dict[int, str] = {}
     try:
-        proposed = _propose(drafter, sequences, num_drafts)
+        return _propose(drafter, sequences, num_drafts, vocab_size), errors
     except Exception:
         proposed = []
-        for row, (sequence, k) in enumerate(zip(sequences, num_drafts, strict=True)):
-            try:
-                proposed += _propose(drafter, [sequence], [k])
-            except Exception as error:
-                proposed.append([])
-                errors[row] = f"{type(error).__name__}: {error}"
-    limits = zip(proposed, num_drafts, strict=True)
-    return [_usable(tokens[:k], vocab_size) for tokens, k in limits], errors
+    for row, (sequence, k) in enumerate(zip(sequences, num_drafts, strict=True)):
+        try:
+            proposed += _propose(drafter, [sequence], [k], vocab_size)
+        except Exception as error:
+            proposed.append([])
+            errors[row] = f"{type(error).__name__}: {error}"
+    return proposed, errors
 
 
-def _propose(drafter: Drafter, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
+def free_safely(drafter: Drafter, sequence: Sequence) -> str | None:
+    """Tell the drafter that ``sequence`` is gone; return the error message if it fails."""
+    try:
+        drafter.on_free(sequence)
+    except Exception as error:
+        return f"on_free: {type(error).__name__}: {error}"
+    return None
+
+
+def _propose(
+    drafter: Drafter, sequences: Seq[Sequence], num_drafts: Seq[int], vocab_size: int
+) -> list[list[int]]:
+    """Propose, as plain integers: what is emitted later must not be the drafter's own objects."""
     proposed = drafter.propose(sequences, num_drafts)
     if len(proposed) != len(sequences):
         raise ValueError(f"{drafter.name}: expected {len(sequences)} rows, got {len(proposed)}")
-    return [list(tokens) for tokens in proposed]
+    return [
+        _usable([operator.index(token) for token in tokens][:k], vocab_size)
+        for tokens, k in zip(proposed, num_drafts, strict=True)
+    ]
 
 
 def _usable(tokens: list[int], vocab_size: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -29,6 +31,26 @@ def test_greedy_equals_transformers(models):
         torch.tensor([PROMPT]), do_sample=False, max_length=40, pad_token_id=0
     )[0].tolist()
     assert generate_with_kv_cache(target, PROMPT, 40) == expected
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_short_prompts_equal_transformers_in_bf16_weights(models, tmp_path, length):
+    """The oracle itself must be right where prompts are shorter than a padded batch."""
+    reference, target, _ = models
+    rounded = copy.deepcopy(reference).to(torch.bfloat16).to(torch.float32)
+    narrow = Transformer.from_folder(target.folder, dtype=torch.bfloat16)
+    expected = rounded.generate(
+        torch.tensor([PROMPT[:length]]), do_sample=False, max_length=12, pad_token_id=0
+    )[0].tolist()
+    assert generate_with_kv_cache(narrow, PROMPT[:length], 12) == expected
+
+
+def test_a_draft_that_does_not_know_a_token_stays_out(models, tmp_path):
+    _, target, _ = models
+    save_tiny(tmp_path, "llama", seed=1, vocab_size=60)
+    prompt = [5, 96, 7]
+    got = speculative_decode(prompt, tmp_path, target, max_length=20)
+    assert got == generate_with_kv_cache(target, prompt, 20)
 
 
 SAMPLING = {

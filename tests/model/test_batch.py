@@ -24,7 +24,8 @@ def test_a_mixed_step():
     assert batch.kv_lens_R.tolist() == [9, 1, 11]
     assert batch.block_table_RM.tolist() == [[4, 2], [7, 0], [1, 5]]
     assert batch.logit_rows_Q.tolist() == [3, 4, 5, 6]
-    assert (batch.num_logits, batch.max_query_len, batch.max_kv_len) == (4, 3, 11)
+    assert (batch.num_tokens, batch.num_logits) == (7, 4)
+    assert (batch.max_query_len, batch.max_kv_len) == (3, 11)
 
 
 def test_padding_goes_to_the_null_block_after_the_last_row():

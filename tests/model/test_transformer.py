@@ -22,14 +22,15 @@ FEEDS = {
 }
 
 
-def feed(model: Transformer, spans: list[int]) -> torch.Tensor:
-    """Logits [13, V] of TOKENS fed in ``spans``, in a pool with shuffled blocks."""
+def feed(model: Transformer, spans: list[int], num_logits: int | None = None) -> torch.Tensor:
+    """Logits of TOKENS fed in ``spans``, of all tokens or a span's last ``num_logits``."""
     cache = KVCache(model.config, 6, BLOCK_SIZE, model.activation_dtype, model.device)
     for tensor in (*cache.k, *cache.v):
         tensor.fill_(torch.nan)
     start, logits = 0, []
     for length in spans:
-        span = Span(TOKENS[start : start + length], start, [4, 2], length)
+        wanted = length if num_logits is None else min(num_logits, length)
+        span = Span(TOKENS[start : start + length], start, [4, 2], wanted)
         batch = build_step_batch(
             [span], block_size=BLOCK_SIZE, device=model.device, row_multiple=model.row_multiple
         )
@@ -73,6 +74,17 @@ def test_triton_kernels_equal_transformers(saved, name, device):
 def test_bits_do_not_depend_on_the_feeding(saved, dtype, feeding):
     model = Transformer.from_folder(saved["llama"][0], dtype=dtype)
     assert torch.equal(feed(model, FEEDS["at once"]), feed(model, FEEDS[feeding]))
+
+
+@pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize("num_logits", [1, 2, 3])
+@pytest.mark.parametrize("span", [1, 2, 3, 4, 6])
+def test_logits_are_those_of_the_last_tokens(saved, span, num_logits):
+    """Also where padding makes the rows that need logits as many as the tokens."""
+    model = Transformer.from_folder(saved["llama"][0], dtype=torch.bfloat16)
+    assert model.row_multiple > 1, "without padding this test cannot fail"
+    expected = feed(model, [span])[-num_logits:]
+    assert torch.equal(feed(model, [span], num_logits), expected)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="bits on a GPU are bench/gpu_check.py's matter")

@@ -68,7 +68,8 @@ def test_errors_are_one_line_and_status_2(tmp_path, capsys):
     "arguments, message",
     [
         (["--max-tokens", "0"], "max_tokens: expected an integer >= 1, got 0"),
-        (["--temperature", "-1"], "temperature: expected a finite number >= 0, got -1.0"),
+        (["--temperature", "-1"], "temperature: expected from 0 to 1000000, got -1.0"),
+        (["--device", "cuda"], "there is no CUDA device"),
         (["--dtype", "int3"], "dtype: expected one of"),
         (["--k", "-2"], 'k: expected "auto" or an integer >= 0, got -2'),
         ([], "has no tokenizer"),

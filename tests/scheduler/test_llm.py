@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -69,6 +70,9 @@ BAD_PARAMS = {
     "no tokens": (ValueError, {"max_tokens": 0}, "max_tokens: expected an integer >= 1, got 0"),
     "float tokens": (TypeError, {"max_tokens": 1.5}, "max_tokens: expected an integer"),
     "negative temperature": (ValueError, {"temperature": -0.1}, "temperature: .*got -0.1"),
+    "huge temperature": (ValueError, {"temperature": 10**400}, "temperature: expected from 0"),
+    "stop ids as a number": (TypeError, {"stop_token_ids": 5}, "stop_token_ids: .*got 5"),
+    "no stop ids": (TypeError, {"stop_token_ids": None}, "stop_token_ids: .*got None"),
     "nan temperature": (ValueError, {"temperature": float("nan")}, "temperature: .*got nan"),
     "text temperature": (TypeError, {"temperature": "hot"}, "temperature: expected a number"),
     "negative seed": (ValueError, {"seed": -1}, "seed: .*got -1"),
@@ -89,16 +93,65 @@ BAD_OPTIONS = {
     "speculate": ({"speculate": "magic"}, "speculate: expected one of .*got 'magic'"),
     "draft missing": ({"speculate": "draft"}, "needs a draft model"),
     "k": ({"k": -1}, 'k: expected "auto" or an integer >= 0, got -1'),
-    "block size": ({"block_size": 12}, "block_size: expected 8, 16, 32, 64 or 128"),
-    "kv_tokens": ({"kv_tokens": 0}, "kv_tokens: expected at least 1, got 0"),
+    "block size": ({"block_size": 12}, "block_size: expected one of .*got 12"),
+    "no block size": ({"block_size": 0}, "block_size: expected one of .*got 0"),
+    "kv_tokens": ({"kv_tokens": 0}, "kv_tokens: expected an integer >= 1, got 0"),
+    "half a kv_token": ({"kv_tokens": 1.5}, "kv_tokens: expected an integer >= 1, got 1.5"),
+    "max_rows": ({"max_rows": 0}, "max_rows: expected an integer >= 1, got 0"),
+    "token_budget": ({"token_budget": 0}, "token_budget: expected an integer >= 1, got 0"),
+    "chunk_tokens": ({"chunk_tokens": 0}, "chunk_tokens: expected an integer >= 1, got 0"),
+    "seed": ({"seed": None}, "seed: expected an integer"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_OPTIONS)
 def test_bad_options_are_named(target, name):
     options, message = BAD_OPTIONS[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         LLM(target, **options)
+
+
+BAD_ARGUMENTS = {
+    "an array": ((torch.tensor([5, 6]), GREEDY), "prompts: expected text.*got a Tensor"),
+    "nothing": ((None, GREEDY), "prompts: expected text.*got a NoneType"),
+    "a dict": (({"a": 1}, GREEDY), "prompts: expected text.*got a dict"),
+    "params as a dict": (([5], {"max_tokens": 3}), "params: expected SamplingParams"),
+    "params of None": (([5], [None]), r"prompts\[0\]: params: expected SamplingParams, got None"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_arguments_are_named(llm, name):
+    arguments, message = BAD_ARGUMENTS[name]
+    with pytest.raises(TypeError, match=message):
+        llm.generate(*arguments)
+
+
+TEMPERATURES = {"zero": (0, 0.0), "half": (0.5, 0.5), "unset": (None, 1.0)}
+
+
+@pytest.mark.parametrize("name", TEMPERATURES)
+def test_the_default_temperature_is_the_models(tmp_path, name):
+    value, expected = TEMPERATURES[name]
+    save_tiny(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value}))
+    llm = LLM(tmp_path, kv_tokens=64)
+    assert llm.submit([5], SamplingParams()).params.temperature == expected
+
+
+def test_a_bad_default_temperature_names_its_file(tmp_path):
+    save_tiny(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(TypeError, match="generation_config.json: temperature: expected a number"):
+        LLM(tmp_path, kv_tokens=64)
+
+
+def test_infinite_weights_are_not_made_finite(tmp_path):
+    model = save_tiny(tmp_path, "llama")
+    model.lm_head.weight.data[7] = torch.inf
+    model.save_pretrained(tmp_path)
+    completion = LLM(tmp_path, dtype="bf16", kv_tokens=64).generate([5, 6], GREEDY)[0]
+    assert completion.finish_reason == "error" or 7 in completion.token_ids
 
 
 def test_draft_with_another_vocabulary_is_refused(target, tmp_path):
@@ -189,6 +242,121 @@ class BrokenDrafter:
 
     def on_free(self, sequence):
         pass
+
+
+BROKEN_ROWS = {
+    "floats": lambda k: [3.5] * k,
+    "text": lambda k: "abc",
+    "none": lambda k: [None],
+    "no row": lambda k: None,
+}
+
+
+class OddDrafter(BrokenDrafter):
+    """Every row of its proposals is ``make(k)``."""
+
+    def __init__(self, make) -> None:
+        self.make = make
+
+    def propose(self, sequences, num_drafts):
+        return [self.make(k) for k in num_drafts]
+
+
+@pytest.mark.parametrize("name", BROKEN_ROWS)
+def test_drafts_that_are_no_token_ids(llm, name):
+    expected = [c.token_ids for c in llm.generate([[5, 6, 7], [8, 9]], GREEDY)]
+    llm.engine.drafter = OddDrafter(BROKEN_ROWS[name])
+    completions = llm.generate([[5, 6, 7], [8, 9]], GREEDY)
+    assert [c.token_ids for c in completions] == expected
+    assert all(len(c.stats.drafter_errors) == 1 for c in completions)
+
+
+def test_emitted_tokens_are_plain_integers(llm):
+    expected = llm.generate([5, 6, 7], GREEDY)[0].token_ids
+    follow = iter([expected[1:]])
+    llm.engine.drafter = OddDrafter(lambda k: torch.tensor(next(follow, [])[:k]))
+    completion = llm.generate([5, 6, 7], GREEDY)[0]
+    assert completion.token_ids == expected
+    assert sum(completion.stats.accepted) > 0
+    assert {type(token) for token in completion.token_ids} == {int}
+
+
+def test_a_drafter_that_cannot_let_go_leaks_nothing(llm, monkeypatch):
+    def fail(sequence):
+        raise RuntimeError("still needed")
+
+    monkeypatch.setattr(llm.engine.drafter, "on_free", fail)
+    completion = llm.generate([5, 6, 7], GREEDY)[0]
+    assert completion.finish_reason == "length"
+    assert completion.stats.drafter_errors == ["on_free: RuntimeError: still needed"]
+    assert llm.engine.pool.num_free == llm.engine.pool.num_usable
+
+
+def test_a_rejected_draft_with_nan_weights_is_not_seen(tmp_path):
+    """Its keys and values are NaN, which 0 * NaN would carry into the rows before it."""
+    model = save_tiny(tmp_path, "llama")
+    plain = LLM(tmp_path, kv_tokens=64).generate([5, 6, 7], GREEDY)[0].token_ids
+    bad = next(token for token in range(3, 97) if token not in (5, 6, 7, *plain))
+    model.model.embed_tokens.weight.data[bad] = torch.nan
+    model.save_pretrained(tmp_path)
+    llm = LLM(tmp_path, kv_tokens=64, k=3)
+    llm.engine.drafter = OddDrafter(lambda k: [bad] * k)
+    completion = llm.generate([5, 6, 7], GREEDY)[0]
+    assert completion.token_ids == plain
+    assert completion.stats.drafter_errors == ["NaN in a step with drafts"]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_a_callback_may_abort_another_request_of_its_step(llm, max_tokens):
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    heard, requests = [], {}
+    llm.submit([5, 6, 7], params, on_tokens=lambda tokens: llm.engine.abort(requests["other"]))
+    requests["other"] = llm.submit([8, 9], params, on_tokens=heard.extend)
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    assert heard == []
+    assert requests["other"].finish_reason == "abort"
+    assert requests["other"].sequence.output_ids == []
+
+
+def test_a_step_inside_a_step_is_refused(llm):
+    request = llm.submit([5, 6], GREEDY, on_tokens=lambda tokens: llm.engine.step())
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert request.finish_reason == "error"
+    assert "called from a callback" in request.error
+
+
+def test_an_interrupt_inside_a_step_loses_nothing(llm):
+    """Ctrl-C in a callback: the rows behind it go on in the next step with the same tokens."""
+    expected = llm.generate([8, 9], GREEDY)[0].token_ids
+
+    def interrupt(tokens):
+        raise KeyboardInterrupt
+
+    llm.submit([5, 6, 7], GREEDY, on_tokens=interrupt)
+    other = llm.submit([8, 9], GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.step()
+    llm.engine.abort(llm.engine.running[0])
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    assert other.sequence.output_ids == expected
+
+
+def test_an_ended_request_is_not_taken_again(llm):
+    request = llm.submit([5, 6], GREEDY)
+    llm.engine.abort(request)
+    with pytest.raises(ValueError, match="has ended: abort"):
+        llm.engine.add(request)
+
+
+def test_a_priority_that_is_no_number_is_refused(llm):
+    with pytest.raises(TypeError, match="priority: expected an integer, got 'high'"):
+        llm.submit([5, 6], GREEDY, priority="high")
+    assert not llm.engine.has_work
 
 
 def test_a_failing_drafter_is_turned_off_for_that_request(llm):
