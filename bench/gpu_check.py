@@ -190,7 +190,8 @@ def main() -> int:
         print("gpu-check: no CUDA device (DRY=1 tries the script on the CPU)")
         return 1
     start = time.monotonic()
-    folder = Path(os.environ.get("OUT") or results_folder(DEVICE))
+    own_folder = ROOT / "build" / "gpu-check-dry" if DRY else results_folder(DEVICE)
+    folder = Path(os.environ.get("OUT") or own_folder)
     folder.mkdir(parents=True, exist_ok=True)
     facts = header(DEVICE)
     print_header(facts)

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def header(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "git": _git_sha(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
     if device.type == "cuda":
         facts["clocks"] = _output(

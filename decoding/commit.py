@@ -29,12 +29,11 @@ def commit(
     max_tokens: int,
     max_context: int,
     stop_ids: Container[int],
-    min_tokens: int = 0,
 ) -> Commit:
     """Keep ``tokens`` up to the first that ends the request; stop beats length on a tie.
 
-    A request ends with a stop id (kept; ignored among the first ``min_tokens`` outputs), with
-    output number ``max_tokens``, or when its context holds ``max_context`` tokens.
+    A request ends with a stop id (which is kept), with output number ``max_tokens``, or when its
+    context holds ``max_context`` tokens.
 
     **Units**: all integers are tokens. ``num_output`` and ``num_context`` (prompt and output) are
     counts before this step.
@@ -43,7 +42,7 @@ def commit(
     """
     if not tokens:
         raise ValueError("tokens: expected at least one, got none")
-    _check_counts(num_output=num_output, num_context=num_context, min_tokens=min_tokens)
+    _check_counts(num_output=num_output, num_context=num_context)
     if num_output >= max_tokens or num_context >= max_context:
         raise ValueError(
             f"request had ended: {num_output} of {max_tokens} outputs, "
@@ -51,7 +50,7 @@ def commit(
         )
     for count, token in enumerate(tokens, start=1):
         outputs = num_output + count
-        if token in stop_ids and outputs > min_tokens:
+        if token in stop_ids:
             return Commit(tuple(tokens[:count]), "stop")
         if outputs >= max_tokens or num_context + count >= max_context:
             return Commit(tuple(tokens[:count]), "length")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class Sequence:
     """Tokens and state of one request.
 
-    token_ids: the committed context: prompt, then output. Only ``commit`` appends.
+    token_ids: the committed context: prompt, then output. Only ``append`` changes it.
     num_prompt: how many of them are the prompt.
     temperature, seed: how its tokens are drawn; fixed for its life.
     block_ids: the pool blocks it owns, in order; shared by the target's and the draft's pools.

@@ -2,7 +2,7 @@
 
 CUDA tensors run Triton. CPU tensors run Triton when ``TRITON_INTERPRET=1`` was set before it was
 imported (the interpreter), else the op's CPU path where it has one, else its reference. The two
-context managers below override that at run time and are the only mutable state of the package.
+context managers below override that at run time and are the only switch there is.
 """
 
 from __future__ import annotations

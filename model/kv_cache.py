@@ -33,8 +33,9 @@ class KVCache:
         self.block_size = block_size
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
         layers = range(config.num_layers)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        # Not zeroed: attention masks what nobody wrote, and untouched memory costs nothing.
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
+        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
 
     @property
     def num_bytes(self) -> int:

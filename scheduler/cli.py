@@ -90,6 +90,7 @@ def _load(args: argparse.Namespace) -> LLM:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    print(f"Loading {args.model} ...", flush=True)
     return run_demo(_load(args), args.max_tokens)
 
 

@@ -24,7 +24,7 @@ def run_demo(llm: LLM, max_tokens: int) -> int:
     Greedy and seeded sampled rows share the batch. Speculation is turned off for the second run by
     the requests themselves, so both use one model, one pool and one engine.
     """
-    console = Console()
+    console = Console(highlight=False)
     questions = [request.prompt for request in REQUESTS]
     prompts = [llm.chat_ids([{"role": "user", "content": question}]) for question in questions]
     params = [
@@ -36,10 +36,10 @@ def run_demo(llm: LLM, max_tokens: int) -> int:
         for seed, request in enumerate(REQUESTS)
     ]
     llm.generate(prompts, [replace(row, max_tokens=2) for row in params])  # warm up
-    console.print(f"Running {len(prompts)} requests at once, with speculation ...")
-    drafted, with_drafts = _measure(llm, prompts, params)
-    console.print("Running the same requests without speculation ...")
-    plain, without = _measure(llm, prompts, [replace(row, speculate=False) for row in params])
+    label = f"{len(prompts)} requests at once, with speculation"
+    drafted, with_drafts = _measure(llm, prompts, params, label, console)
+    undrafted = [replace(row, speculate=False) for row in params]
+    plain, without = _measure(llm, prompts, undrafted, "the same without speculation", console)
 
     for question, row, completion in zip(questions, params, drafted, strict=True):
         console.print(_answer(question, row, completion))
@@ -61,12 +61,23 @@ def run_demo(llm: LLM, max_tokens: int) -> int:
 
 
 def _measure(
-    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    label: str,
+    console: Console,
 ) -> tuple[list[Completion], Summary]:
+    """Run all requests together, showing how many tokens there are so far."""
     llm.engine.stats = EngineStats()
     began = time.perf_counter()
-    completions = llm.generate(list(prompts), list(params))
+    requests = [llm.submit(prompt, row) for prompt, row in zip(prompts, params, strict=True)]
+    with console.status(label) as status:
+        while llm.engine.has_work:
+            llm.engine.step()
+            status.update(f"{label}: {llm.engine.stats.num_committed} tokens")
     seconds = time.perf_counter() - began
+    console.print(f"{label}: {llm.engine.stats.num_committed} tokens in {seconds:.1f} s")
+    completions = [llm.completion(request) for request in requests]
     stats = [completion.stats for completion in completions]
     return completions, summarise(stats, seconds, llm.engine.stats.kv_waste)
 

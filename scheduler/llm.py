@@ -51,6 +51,7 @@ class LLM:
 
     model, draft: a local folder, a hub id, ``demo``, or a loaded Transformer.
     speculate: "auto" is "draft" with a draft model and "ngram" without; "off".
+    drafter: your own, in place of what ``speculate`` names (decoding/drafters/base.py).
     k: drafts a step and request, or "auto".
     dtype: of the weights; "auto" is bf16. On the CPU arithmetic and KV are fp32 all the same.
     kv_tokens: capacity of the KV pool in tokens; None sizes it from free memory.
@@ -63,6 +64,7 @@ class LLM:
         draft: str | Path | Transformer | None = None,
         *,
         speculate: str = "auto",
+        drafter: Drafter | None = None,
         k: int | str = "auto",
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
@@ -99,7 +101,7 @@ class LLM:
         self.engine = Engine(
             self.target,
             caches[0],
-            drafter=self._drafter(speculate, draft_model, caches[-1]),
+            drafter=drafter or self._drafter(speculate, draft_model, caches[-1]),
             controller=controller,
             max_rows=max_rows,
             token_budget=token_budget,

@@ -15,7 +15,7 @@ from pagedraft.decoding.sequence import Sequence
 class Drafter(Protocol):
     """Proposes drafts for a batch of sequences.
 
-    name: what the statistics call it.
+    name: what error messages call it.
     """
 
     name: str

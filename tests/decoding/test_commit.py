@@ -24,19 +24,6 @@ CASES = {
     "stop beats max_tokens on a tie": ([1, EOS], {"max_tokens": 2}, [1, EOS], "stop"),
     "stop beats context on a tie": ([1, EOS], {"max_context": 12}, [1, EOS], "stop"),
     "length before stop": ([1, 2, EOS], {"max_tokens": 2}, [1, 2], "length"),
-    "min_tokens hides a stop id": ([EOS, 2, EOS], {"min_tokens": 1}, [EOS, 2, EOS], "stop"),
-    "min_tokens counts earlier outputs": (
-        [EOS, EOS],
-        {"min_tokens": 4, "num_output": 3},
-        [EOS, EOS],
-        "stop",
-    ),
-    "min_tokens does not hide length": (
-        [EOS, 2],
-        {"min_tokens": 5, "max_tokens": 1},
-        [EOS],
-        "length",
-    ),
 }
 
 
@@ -50,7 +37,6 @@ ERRORS = {
     "no tokens": ([], {}, "tokens: expected at least one"),
     "negative outputs": ([1], {"num_output": -1}, "num_output: expected at least 0, got -1"),
     "negative context": ([1], {"num_context": -2}, "num_context: expected at least 0, got -2"),
-    "negative min_tokens": ([1], {"min_tokens": -1}, "min_tokens: expected at least 0, got -1"),
     "ended by max_tokens": ([1], {"num_output": 100}, "had ended: 100 of 100 outputs"),
     "ended by context": ([1], {"num_context": 100}, "100 of 100 context tokens"),
 }
@@ -105,7 +91,6 @@ def decode(stream: list[int], spans: list[int], limits: dict) -> tuple[list[int]
         {
             "max_tokens": st.integers(1, 32),
             "max_context": st.integers(4, 36),
-            "min_tokens": st.integers(0, 8),
         }
     ),
 )

@@ -271,6 +271,22 @@ def test_drafts_that_are_no_token_ids(llm, name):
     assert all(len(c.stats.drafter_errors) == 1 for c in completions)
 
 
+def test_your_own_drafter_by_the_front_door(target):
+    class RepeatLast:
+        name = "repeat-last"
+
+        def propose(self, sequences, num_drafts):
+            return [[s.token_ids[-1]] * k for s, k in zip(sequences, num_drafts, strict=True)]
+
+        def on_free(self, sequence):
+            pass
+
+    plain = LLM(target, kv_tokens=64, speculate="off").generate([5, 6, 7], GREEDY)[0]
+    own = LLM(target, kv_tokens=64, drafter=RepeatLast(), k=3).generate([5, 6, 7], GREEDY)[0]
+    assert own.token_ids == plain.token_ids
+    assert sum(own.stats.drafted) > 0
+
+
 def test_emitted_tokens_are_plain_integers(llm):
     expected = llm.generate([5, 6, 7], GREEDY)[0].token_ids
     follow = iter([expected[1:]])
