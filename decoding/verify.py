@@ -34,6 +34,8 @@ def verify_rows(
     if len(positions) != logits_QV.shape[0]:
         raise ValueError(f"logits_QV: expected {len(positions)} rows, got {logits_QV.shape[0]}")
     drawn_Q = draw(logits_QV, row_sequences, positions)
+    if len(positions) == len(sequences):  # no drafts: nothing to compare
+        return [[token] for token in drawn_Q.tolist()]
     device = logits_QV.device
     flat = [token for row in drafts for token in row]
     starts = [0, *accumulate(len(row) for row in drafts)]

@@ -34,7 +34,7 @@ from einops import rearrange
 from pagedraft.kernels.check import check_contiguous, check_dtype, check_shape
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import implementation
-from pagedraft.kernels.paged_attention_cpu import AttentionPlan, paged_attention_cpu
+from pagedraft.kernels.paged_attention_cpu import AttentionPlan, fill_plan, paged_attention_cpu
 from pagedraft.kernels.paged_attention_triton import (
     combine_kernel,
     paged_attention_kernel,
@@ -249,16 +249,18 @@ def paged_attention(
     """
     if out is None:
         out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
+    if plan is not None and plan.groups is not None:
+        return paged_attention_cpu(q_THD, k_cache_NGBD, v_cache_NGBD, plan, scale, out)
     args = (q_THD, k_cache_NGBD, v_cache_NGBD, block_table_RM, query_starts_R1, kv_lens_R)
-    if plan is None or plan.groups is None:
-        _check(*args, out)
+    _check(*args, out)
     if q_THD.numel() == 0 or kv_lens_R.numel() == 0:
         return out.zero_()
-    scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
     has_cpu = q_THD.dtype == torch.float32
     choice = implementation("paged_attention", q_THD.device, has_cpu=has_cpu)
     if choice == "cpu":
-        return paged_attention_cpu(*args, scale, out, plan or AttentionPlan())
+        plan = fill_plan(plan or AttentionPlan(), *args)
+        return paged_attention_cpu(q_THD, k_cache_NGBD, v_cache_NGBD, plan, scale, out)
     if choice == "ref":
         return out.copy_(paged_attention_ref(*args, scale))
     return launch(q_THD.contiguous(), *args[1:], max_query_len, max_kv_len, scale, out)

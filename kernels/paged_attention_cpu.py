@@ -219,29 +219,40 @@ def build_groups(
 
 def fill_plan(
     plan: AttentionPlan,
+    q_THD: torch.Tensor,
+    k_cache_NGBD: torch.Tensor,
+    v_cache_NGBD: torch.Tensor,
     block_table_RM: torch.Tensor,
     query_starts_R1: torch.Tensor,
     kv_lens_R: torch.Tensor,
-    q_THD: torch.Tensor,
-    geometry: Geometry,
-) -> None:
-    """Build a step's plan from its lengths and block table."""
-    head_dim = q_THD.shape[2]
+) -> AttentionPlan:
+    """Build a step's plan from its lengths, its block table and the layout of q; return it."""
+    num_tokens, num_heads, head_dim = q_THD.shape
+    _, num_kv_heads, block_size, _ = k_cache_NGBD.shape
+    geometry = Geometry(num_heads, _query_stride(q_THD), num_kv_heads, block_size)
     pieces = cut_pieces(tuple(query_starts_R1.tolist()), tuple(kv_lens_R.tolist()))
     table = block_table_RM.numpy()
-    groups = group_pieces(pieces, geometry.block_size)
-    indices = [index_group(group, table, geometry) for group in groups]
+    indices = [index_group(group, table, geometry) for group in group_pieces(pieces, block_size)]
     num_packed = sum(batch * packed for batch, packed, _ in (i.shape for i in indices))
     packed_xD = q_THD.new_empty(num_packed + 1, head_dim)
     packed_xD[-1] = 0.0
-    outputs = np.full(q_THD.shape[0] * geometry.num_heads, num_packed, dtype=np.int64)
+    outputs = np.full(num_tokens * num_heads, num_packed, dtype=np.int64)
     first = 0
     for index in indices:
         outputs[index.outputs] = first + index.packed
         first += index.shape[0] * index.shape[1]
-    plan.groups = build_groups(indices, packed_xD, geometry.block_size, head_dim)
+    plan.groups = build_groups(indices, packed_xD, block_size, head_dim)
     plan.packed_xD = packed_xD
     plan.outputs = torch.from_numpy(outputs)
+    return plan
+
+
+def _query_stride(q_THD: torch.Tensor) -> int:
+    """Heads from one token's to the next's: q may be a view of a wider buffer."""
+    head_dim = q_THD.shape[2]
+    if q_THD.stride(0) % head_dim or q_THD.stride()[1:] != (head_dim, 1):
+        return q_THD.shape[1]  # will be copied
+    return q_THD.stride(0) // head_dim
 
 
 def attend_group(
@@ -266,25 +277,18 @@ def paged_attention_cpu(
     q_THD: torch.Tensor,
     k_cache_NGBD: torch.Tensor,
     v_cache_NGBD: torch.Tensor,
-    block_table_RM: torch.Tensor,
-    query_starts_R1: torch.Tensor,
-    kv_lens_R: torch.Tensor,
+    plan: AttentionPlan,
     scale: float,
     out_THD: torch.Tensor,
-    plan: AttentionPlan,
 ) -> torch.Tensor:
-    """Attend on the CPU into ``out_THD``, fp32; arguments as in ``paged_attention``."""
+    """Attend on the CPU into ``out_THD``, fp32, as the filled ``plan`` says."""
     num_tokens, num_heads, head_dim = q_THD.shape
-    _, num_kv_heads, block_size, _ = k_cache_NGBD.shape
-    if q_THD.stride(0) % head_dim or q_THD.stride()[1:] != (head_dim, 1):
+    block_shape = (-1, *k_cache_NGBD.shape[2:])
+    query_stride = _query_stride(q_THD)
+    if q_THD.stride() != (query_stride * head_dim, head_dim, 1):
         q_THD = q_THD.contiguous()
-    query_stride = q_THD.stride(0) // head_dim  # q may be a view of a wider buffer
-    if plan.groups is None:
-        geometry = Geometry(num_heads, query_stride, num_kv_heads, block_size)
-        fill_plan(plan, block_table_RM, query_starts_R1, kv_lens_R, q_THD, geometry)
     q_xD = q_THD.as_strided(((num_tokens - 1) * query_stride + num_heads, head_dim), (head_dim, 1))
-    k_nBD = k_cache_NGBD.view(-1, block_size, head_dim)
-    v_nBD = v_cache_NGBD.view(-1, block_size, head_dim)
+    k_nBD, v_nBD = k_cache_NGBD.view(block_shape), v_cache_NGBD.view(block_shape)
     for group in plan.groups:
         attend_group(q_xD, k_nBD, v_nBD, group, scale)
     torch.index_select(plan.packed_xD, 0, plan.outputs, out=out_THD.view(-1, head_dim))

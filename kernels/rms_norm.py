@@ -124,7 +124,15 @@ def rms_norm_config(embed_dim: int) -> RmsNormConfig:
 
 
 def _check(x_TE: torch.Tensor, weight_E: torch.Tensor, residual_TE: torch.Tensor | None) -> None:
-    """Raise on bad arguments; one plain comparison first, for check_shape takes 2 us."""
+    """Raise on bad arguments; plain comparisons first, for a check takes 1 to 2 us."""
+    if (
+        residual_TE is not None
+        and x_TE.dtype == residual_TE.dtype == torch.float32
+        and x_TE.ndim == 2
+        and x_TE.shape == residual_TE.shape
+        and weight_E.shape == x_TE.shape[1:]
+    ):
+        return
     check_dtype("x_TE", x_TE, *FLOATS)
     if x_TE.ndim != 2 or weight_E.shape != x_TE.shape[1:]:
         check_shape("x_TE", x_TE, (None, None))

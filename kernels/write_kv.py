@@ -277,21 +277,25 @@ def write_kv(
 ) -> torch.Tensor:
     """Rotate queries and keys, write keys and values at slots_T, return q_THD.
 
-    plan: plan_write_kv of the same tables, positions and slots. Only the CPU path uses it, and then
-    leaves most checks to the step's plan; without one it checks and plans at every call.
+    plan: plan_write_kv of the same tables, positions and slots: what the layers of a step share on
+    the CPU path. Given one, that path runs and leaves most checks to the plan.
     """
+    if plan is not None and qkv_TC.shape == (
+        plan.rows_TG.shape[0],
+        (num_heads + 2 * k_cache_NGBD.shape[1]) * k_cache_NGBD.shape[3],
+    ):
+        norms, caches = (q_norm_D, k_norm_D), (k_cache_NGBD, v_cache_NGBD)
+        return write_kv_cpu(qkv_TC.contiguous(), plan, *caches, num_heads, *norms, eps)
     tables, norms = (cos_PR, sin_PR, positions_T, slots_T), (q_norm_D, k_norm_D)
     caches = (k_cache_NGBD, v_cache_NGBD)
     _, num_kv_heads, block_size, head_dim = k_cache_NGBD.shape
     num_all_heads = num_heads + 2 * num_kv_heads
     choice = implementation("write_kv", qkv_TC.device, has_cpu=qkv_TC.dtype == torch.float32)
-    planned_shape = plan and (plan.rows_TG.shape[0], num_all_heads * head_dim)
-    if choice != "cpu" or qkv_TC.shape != planned_shape:
-        _check(qkv_TC, tables, caches, num_heads, norms)
+    _check(qkv_TC, tables, caches, num_heads, norms)
     if qkv_TC.stride(1) != 1:
         qkv_TC = qkv_TC.contiguous()
     if choice == "cpu":
-        plan = plan or plan_write_kv(*tables, num_kv_heads, block_size)
+        plan = plan_write_kv(*tables, num_kv_heads, block_size)
         return write_kv_cpu(qkv_TC, plan, *caches, num_heads, *norms, eps)
     if choice == "ref":
         return write_kv_ref(qkv_TC, *tables, *caches, num_heads, *norms, eps)
