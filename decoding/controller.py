@@ -8,7 +8,7 @@ alpha**i > tokens_per_second * seconds_per_token. The output never depends on th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 PRIOR_ALPHA = 0.7  # a fresh request drafts until its own record says otherwise
 DECAY = 0.8  # weight of the past against the newest verified step
@@ -44,13 +44,12 @@ class Acceptance:
 class StepCost:
     """Seconds of a step as ``base + per_token * tokens``, fitted to decayed measurements."""
 
-    weight: float = 0.0
     mean_tokens: float = 0.0
     mean_seconds: float = 0.0
     var_tokens: float = 0.0
     cov: float = 0.0
     rate: float = 0.0  # committed tokens a second, decayed
-    seen: int = field(default=0)
+    seen: int = 0
 
     def record(self, num_tokens: int, num_committed: int, seconds: float) -> None:
         """Add a measured step that decoded (prompt chunks would drown the small steps)."""

@@ -69,11 +69,6 @@ def pack_linear(weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> 
     return PackedLinear(weight.format, num_in, num_out, weight, bias_O, dtype, weight.row_multiple)
 
 
-def row_multiple(packed: PackedLinear) -> int:
-    """Return the row count whose multiples ``linear`` runs without a padding copy."""
-    return packed.row_multiple
-
-
 def dense_weight(packed: PackedLinear) -> torch.Tensor:
     """Return the weight [O, I] in its own dtype, unpacked where it was packed."""
     if isinstance(packed.weight, torch.Tensor):

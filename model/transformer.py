@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,7 +114,7 @@ class Transformer:
         """Pad a step's tokens to a multiple of this, so that no linear has to pad by itself."""
         layer = self.layers[0]
         packed = (layer.qkv, layer.o, layer.gate_up, layer.down, self.head)
-        return max(weight.row_multiple for weight in packed)
+        return math.lcm(*(weight.row_multiple for weight in packed))
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:

@@ -17,7 +17,6 @@ from pagedraft.kernels.linear import (
     linear_cost,
     linear_ref,
     pack_linear,
-    row_multiple,
 )
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
 from pagedraft.tests.inputs import Guarded, randn
@@ -288,7 +287,7 @@ def test_cpu_path_pads_only_row_counts_that_are_no_multiple(
     form = linear_cpu.FORMATS[packed.format]
     spy = form._replace(run=lambda x, handle: seen.append(x) or form.run(x, handle))
     monkeypatch.setitem(linear_cpu.FORMATS, packed.format, spy)
-    multiple = row_multiple(packed)
+    multiple = packed.row_multiple
     whole_TI, part_TI = randn(2 * multiple, 64), randn(2 * multiple + 1, 64)
     assert linear(whole_TI, packed).shape == (2 * multiple, 40)
     assert linear(part_TI, packed).shape == (2 * multiple + 1, 40)
