@@ -53,10 +53,20 @@ def paged_attention_ref(
     query_starts_R1: torch.Tensor,
     kv_lens_R: torch.Tensor,
     scale: float | None = None,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+    k_scale_NGB: torch.Tensor | None = None,
+    v_scale_NGB: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend row by row in plain PyTorch, in the dtype of ``q_THD``."""
-    num_kv_heads, block_size, head_dim = k_cache_NGBD.shape[1:]
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = q_THD.shape[2] ** -0.5 if scale is None else scale
+    k_cache_NGBD, v_cache_NGBD = (
+        cache if factor is None else cache.to(q_THD.dtype) * factor[..., None].to(q_THD.dtype)
+        for cache, factor in ((k_cache_NGBD, k_scale_NGB), (v_cache_NGBD, v_scale_NGB))
+    )
+    num_kv_heads, block_size = k_cache_NGBD.shape[1:3]
     out_THD = torch.zeros_like(q_THD)
     starts, kv_lens = query_starts_R1.tolist(), kv_lens_R.tolist()
     for row, kv_len in enumerate(kv_lens):
@@ -64,16 +74,28 @@ def paged_attention_ref(
         q = rearrange(q_THD[span], "l (g h) d -> g h l d", g=num_kv_heads)
         if kv_len == 0 or q.shape[2] == 0:
             continue
-        blocks = block_table_RM[row, : -(-kv_len // block_size)].long()
+        query = torch.arange(kv_len - q.shape[2], kv_len, device=q.device)
+        first_key = 0 if window is None else max(0, kv_len - q.shape[2] - window + 1)
+        key = torch.arange(first_key, kv_len, device=q.device)
+        first_block = first_key // block_size
+        blocks = block_table_RM[row, first_block : -(-kv_len // block_size)].long()
+        keys = slice(first_key - first_block * block_size, kv_len - first_block * block_size)
         k, v = (
-            rearrange(cache[blocks], "m g b d -> g 1 (m b) d")[:, :, :kv_len]
+            rearrange(cache[blocks], "m g b d -> g 1 (m b) d")[:, :, keys]
             for cache in (k_cache_NGBD, v_cache_NGBD)
         )
         scores = q @ k.mT * scale
-        key = torch.arange(kv_len, device=q.device)
-        query = torch.arange(kv_len - q.shape[2], kv_len, device=q.device)
-        scores = scores.masked_fill(key > query[:, None], float("-inf"))
-        out_THD[span] = rearrange(scores.softmax(-1) @ v, "g h l d -> l (g h) d")
+        if soft_cap is not None:
+            scores = soft_cap * (scores / soft_cap).tanh()
+        is_hidden = key > query[:, None]
+        if window is not None:
+            is_hidden |= key <= query[:, None] - window
+        scores = scores.masked_fill(is_hidden, float("-inf"))
+        if sinks_H is not None:
+            sinks = rearrange(sinks_H, "(g h) -> g h 1 1", g=num_kv_heads).to(scores.dtype)
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), -1)
+        weights = scores.softmax(-1)[..., : len(key)]
+        out_THD[span] = rearrange(weights @ v, "g h l d -> l (g h) d")
     return out_THD
 
 
