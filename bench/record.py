@@ -24,18 +24,34 @@ from pagedraft.kernels.dispatch import INTERPRETED, use_implementation
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a public op: ``run`` may launch any number of kernels."""
+    """One call of a public op: ``run`` may launch any number of kernels.
+
+    span, context: queries and context tokens of the longest row, where the op attends.
+    min_kv_bytes: KV bytes a warp instruction that this call must reach on sm_90, if any.
+    """
 
     op: str
     case: str
     run: Callable[[], object]
+    span: int = 1
+    context: int = 0
+    min_kv_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Use:
+    """One launch of a compiled kernel: the call it came from, its grid, its run-time numbers."""
+
+    call: Call
+    grid: tuple[int, ...]
+    numbers: dict[str, int | float]
 
 
 @dataclass
 class Launch:
     """One distinct kernel launch, as one target's compiler would get it.
 
-    cases: the calls that lead to it.
+    uses: the launches that share it, at most one a call.
     source, options: what ``triton.compile`` takes; ``error`` instead where the target refuses the
     launch's options.
     """
@@ -43,11 +59,23 @@ class Launch:
     op: str
     kernel: str
     target: str
-    grid: tuple[int, ...]
     source: ASTSource | None
     options: dict[str, Any]
     error: str | None = None
-    cases: list[str] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """Names of the calls that lead to it."""
+        return tuple(use.call.case for use in self.uses)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constexprs and specialised arguments by name."""
+        if self.source is None:
+            return {}
+        names = self.source.fn.arg_names
+        return {names[path[0]]: value for path, value in self.source.constants.items()}
 
     @property
     def key(self) -> str:
@@ -66,7 +94,7 @@ def _binder(fn: JITFunction, target: GPUTarget) -> tuple[Any, Callable]:
 
 
 def bind_launch(
-    op: str,
+    call: Call,
     fn: JITFunction,
     target_name: str,
     target: GPUTarget,
@@ -78,7 +106,9 @@ def bind_launch(
     backend, binder = _binder(fn, target)
     bound, specialization, options = binder(*args, **kwargs)
     sizes = grid(bound) if callable(grid) else grid
-    launch = Launch(op, fn.__name__, target_name, tuple(sizes), source=None, options={})
+    numbers = {k: v for k, v in bound.items() if isinstance(v, (int, float))}
+    uses = [Use(call, tuple(sizes), numbers)]
+    launch = Launch(call.op, fn.__name__, target_name, source=None, options={}, uses=uses)
     try:
         parsed, signature, constexprs, attrs = fn._pack_args(
             backend, kwargs, bound, specialization, options
@@ -93,7 +123,7 @@ def bind_launch(
 
 @contextmanager
 def launches_recorded(
-    op: str, targets: Mapping[str, GPUTarget], found: list[Launch]
+    call: Call, targets: Mapping[str, GPUTarget], found: list[Launch]
 ) -> Iterator[None]:
     """Append every launch inside the ``with`` block to ``found``, once for each target."""
     if INTERPRETED:
@@ -103,7 +133,7 @@ def launches_recorded(
 
     def record(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         for name, target in targets.items():
-            found.append(bind_launch(op, fn, name, target, grid, args, kwargs))
+            found.append(bind_launch(call, fn, name, target, grid, args, kwargs))
 
     original = JITFunction.run
     JITFunction.run = record
@@ -129,7 +159,7 @@ def _record_call(call: Call, targets: Mapping[str, GPUTarget]) -> list[Launch]:
     found: list[Launch] = []
     for backend in sorted({target.backend for target in targets.values()}):
         group = {name: target for name, target in targets.items() if target.backend == backend}
-        with _vendor_of(backend), launches_recorded(call.op, group, found):
+        with _vendor_of(backend), launches_recorded(call, group, found):
             call.run()
     return found
 
@@ -151,5 +181,5 @@ def record_calls(
         for launch in found:
             first = distinct.setdefault(launch.key, launch)
             if call.case not in first.cases:
-                first.cases.append(call.case)
+                first.uses.extend(launch.uses)
     return list(distinct.values()), failed

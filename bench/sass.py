@@ -13,16 +13,26 @@ from typing import Any
 
 import triton.backends.nvidia
 
+from pagedraft.bench.control_flow import Instruction
+
 NVIDIA_TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 
-_SASS_LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+_SASS_LINE = re.compile(
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<name>[A-Z][A-Z0-9_.]*)(?P<rest>.*)"
+)
+_SASS_LABEL = re.compile(r"^([.$\w]+):\s*$")
+_SASS_TARGET = re.compile(r"`\(([.$\w]+)\)")
+_SASS_CONDITION = re.compile(r"^\s*!?U?P[0-9]")
 _SASS_MMA = re.compile(r"^(HMMA|HGMMA|UTC\w*MMA|QGMMA|QMMA|IMMA|IGMMA|DMMA)")
 _SASS_TMA = re.compile(r"^(UTMALDG|UBLKCP)")
 _SASS_SPILL = re.compile(r"^(LDL|STL)\b")
 _SASS_RESOURCE = re.compile(r"(REG|STACK|LOCAL):(\d+)")
 _SASS_BITS = ((".128", 128), (".64", 64), (".U16", 16), (".S16", 16), (".U8", 8), (".S8", 8))
 
-_GCN_LINE = re.compile(r"^\s+([a-z][a-z0-9_]+)\b")
+_FP32_PRODUCTS = ("FFMA", "FMUL", "v_fma_f32", "v_fmac_f32", "v_mul_f32", "v_pk_fma", "v_pk_mul")
+
+_GCN_LINE = re.compile(r"^\s+([a-z][a-z0-9_]+)\b(.*)")
+_GCN_LABEL = re.compile(r"^(\.L\w+):")
 _GCN_LOAD = re.compile(r"^(?:global|buffer|flat)_load_(\w+)$")
 _GCN_BITS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
 _GCN_FIELD = r"\.{name}:\s+(\d+)"
@@ -50,6 +60,25 @@ class MachineCode:
         return {**asdict(self), "loads": {str(bits): n for bits, n in self.loads.items()}}
 
 
+def asm_instructions(asm: Mapping[str, Any]) -> list[Instruction]:
+    """Return the instructions of a compiled kernel, with their jumps, for either vendor."""
+    if "cubin" in asm:
+        return sass_instructions(_disassemble(asm["cubin"]))
+    return gcn_instructions(asm["amdgcn"])
+
+
+def is_product(name: str, is_fp32: bool) -> bool:
+    """Whether ``name`` belongs to a matrix product: on tensor cores, or fp32 arithmetic."""
+    if is_fp32:
+        return name.startswith(_FP32_PRODUCTS)
+    return bool(_SASS_MMA.match(name)) or name.startswith("v_mfma")
+
+
+def load_bits(name: str) -> int | None:
+    """Width of a global load (0 for a bulk copy), None for other instructions."""
+    return _gcn_load_bits(name) if name.islower() else _sass_load_bits(name)
+
+
 def machine_code(asm: Mapping[str, Any]) -> MachineCode:
     """Read a compiled kernel's ``asm`` (as ``triton.compile`` returns it) for either vendor."""
     if "cubin" in asm:
@@ -62,16 +91,22 @@ def _run_tool(name: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def _disassemble(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return _run_tool("nvdisasm", "-c", file.name)
+
+
 def _read_cubin(cubin: bytes, ptx: str) -> MachineCode:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = _run_tool("cuobjdump", "--dump-resource-usage", file.name)
-        text = _run_tool("nvdisasm", "-c", file.name)
     resources: Counter[str] = Counter()
     for name, value in _SASS_RESOURCE.findall(usage):
         resources[name] += int(value)
-    names = [m.group(1) for line in text.splitlines() if (m := _SASS_LINE.match(line))]
+    names = [instruction.name for instruction in sass_instructions(_disassemble(cubin))]
     spilled = any(_SASS_SPILL.match(name) for name in names)
     stack = resources["STACK"] + resources["LOCAL"]
     return MachineCode(
@@ -84,12 +119,58 @@ def _read_cubin(cubin: bytes, ptx: str) -> MachineCode:
     )
 
 
+def sass_instructions(text: str) -> list[Instruction]:
+    """Read what ``nvdisasm -c`` prints of one kernel.
+
+    Calls fall through (the callee is not followed), and so does ``BRA.DIV``, the way of a warp
+    whose threads have parted. Raises ValueError for a jump to a computed address.
+    """
+    found: list[Instruction] = []
+    labels: list[str] = []
+    for line in text.splitlines():
+        if match := _SASS_LABEL.match(line):
+            labels.append(match.group(1))
+        elif match := _SASS_LINE.match(line):
+            found.append(_sass_instruction(match, tuple(labels)))
+            labels = []
+    return found
+
+
+def _sass_instruction(match: re.Match[str], labels: tuple[str, ...]) -> Instruction:
+    name, rest = match.group("name"), match.group("rest")
+    operation = name.split(".")[0]
+    if operation in ("BRX", "JMX", "BRXU", "JMXU"):
+        raise ValueError(f"control flow: {name} jumps to a computed address")
+    is_conditional = bool(match.group("guard") or _SASS_CONDITION.match(rest))
+    if operation in ("EXIT", "RET"):
+        return Instruction(name, labels, falls_through=is_conditional)
+    if operation not in ("BRA", "JMP") or ".DIV" in name:
+        return Instruction(name, labels)
+    return Instruction(name, labels, tuple(_SASS_TARGET.findall(rest)), is_conditional)
+
+
 def _sass_load_bits(name: str) -> int | None:
     if _SASS_TMA.match(name):
         return 0
     if not name.startswith(("LDG", "LDGSTS")):
         return None
     return next((bits for mark, bits in _SASS_BITS if mark in name), 32)
+
+
+def gcn_instructions(text: str) -> list[Instruction]:
+    """Read AMD assembly of one kernel."""
+    found: list[Instruction] = []
+    labels: list[str] = []
+    for line in text.splitlines():
+        if match := _GCN_LABEL.match(line):
+            labels.append(match.group(1))
+        elif match := _GCN_LINE.match(line):
+            name, rest = match.groups()
+            targets = (rest.split()[0],) if name.startswith(("s_branch", "s_cbranch")) else ()
+            falls_through = name not in ("s_branch", "s_endpgm", "s_setpc_b64")
+            found.append(Instruction(name, tuple(labels), targets, falls_through))
+            labels = []
+    return found
 
 
 def _read_gcn(text: str) -> MachineCode:

@@ -103,14 +103,12 @@ def compile_launch(launch: Launch) -> Result:
 
 
 def _about(launch: Launch) -> dict[str, Any]:
-    names = launch.source.fn.arg_names if launch.source else []
-    constants = launch.source.constants.items() if launch.source else ()
     return {
         "op": launch.op,
         "kernel": launch.kernel,
         "target": launch.target,
-        "cases": tuple(launch.cases),
-        "constexprs": {names[path[0]]: _plain(value) for path, value in constants},
+        "cases": launch.cases,
+        "constexprs": {name: _plain(value) for name, value in launch.constants.items()},
     }
 
 

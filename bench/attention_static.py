@@ -1,0 +1,150 @@
+"""What machine code says about the attention kernels: KV bytes a warp instruction, load widths.
+
+``kv_bytes_per_instruction(lambda: launch(...), context=8192, span=8)`` prices a launch without a
+GPU, in a process in which ``TRITON_INTERPRET`` is 0. Counted is the program at the end of a row,
+which has the masked tiles; what a count assumes: trips.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from pagedraft.bench.record import Call, Launch, Use, record_calls
+from pagedraft.bench.sass import asm_instructions, is_product, load_bits
+from pagedraft.bench.trips import ProgramCount, Trips
+
+POINTER_BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*i8": 1, "*fp8e4nv": 1}
+
+
+@dataclass(frozen=True)
+class KeyWalk:
+    """The keys of one program, in tiles of ``block_n``.
+
+    num_keys: keys that some query of the program sees.
+    edge, full, masked: tiles at a window's edge, seen by all queries, at the causal edge.
+    """
+
+    num_keys: int
+    edge: int
+    full: int
+    masked: int
+
+
+def key_walk(
+    context: int, span: int, block_n: int, window: int, piece: int | None, unit: int
+) -> KeyWalk:
+    """Return the walk of the program that owns the newest of ``context`` keys.
+
+    window: 0 for none. piece: keys a program, pieces beginning at multiples of ``unit`` and, with
+    a window, at the unit of the first key that the row sees; None: one program walks all keys.
+    """
+    begin = max(context - span - window + 1, 0) if window else 0
+    start = begin // block_n * block_n
+    if piece is not None:
+        first = begin // unit * unit
+        start = max(start, first + (context - 1 - first) // piece * piece)
+    edge = start
+    if window:
+        edge = min(max(math.ceil((context - window) / block_n) * block_n, start), context)
+    full = min(max((context - span + 1) // block_n * block_n, edge), context)
+    return KeyWalk(
+        num_keys=context - max(start, begin),
+        edge=(edge - start) // block_n,
+        full=(full - edge) // block_n,
+        masked=math.ceil((context - full) / block_n),
+    )
+
+
+@dataclass(frozen=True)
+class AttentionCode:
+    """An attention kernel's machine code beside what its launch says of it."""
+
+    launch: Launch
+    asm: Mapping[str, Any]
+    num_warps: int
+
+    @property
+    def shape(self) -> Any:
+        """The kernel's AttentionShape."""
+        return self.launch.constants["shape"]
+
+    @property
+    def kv_itemsize(self) -> int:
+        return POINTER_BYTES[self.launch.source.signature["k_ptr"]]
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one key and value of one KV head, factors of a quantised cache included."""
+        has_factors = self.launch.source.signature["k_factor_ptr"] != "constexpr"
+        return 2 * (self.shape.head_dim * self.kv_itemsize + 4 * has_factors)
+
+    @cached_property
+    def count(self) -> ProgramCount:
+        is_fp32 = self.launch.source.signature["q_ptr"] == "*fp32"
+        return ProgramCount(asm_instructions(self.asm), lambda name: is_product(name, is_fp32))
+
+    def walk(self, use: Use) -> KeyWalk:
+        """Return the walk of the last program of ``use``."""
+        unit = self.launch.constants.get("UNIT")
+        piece = None if unit is None else unit * use.numbers["units_per_program"]
+        shape = self.shape
+        sizes = (shape.block_n, shape.window)
+        return key_walk(use.call.context, use.call.span, *sizes, piece, unit or 1)
+
+    def trips(self, use: Use) -> Trips:
+        """Return how often the loops of that program run."""
+        shape, walk = self.shape, self.walk(use)
+        tiles = (walk.edge, walk.full, walk.masked) if shape.window else (walk.full, walk.masked)
+        search = 0.0 if shape.is_one_tile else math.ceil(math.log2(use.numbers["num_rows"]))
+        periods = (shape.segment / shape.block_n, shape.section / shape.block_n)
+        return Trips(tiles, periods, search)
+
+    def kv_bytes_per_instruction(self, use: Use) -> float:
+        """Return KV bytes of the last program of ``use`` over the warp instructions it issues."""
+        instructions = self.num_warps * self.count.executed(self.trips(use))
+        return self.walk(use).num_keys * self.key_bytes / instructions
+
+    def tile_loads(self) -> list[dict[int, float]]:
+        """Return bytes of a thread's global loads by width in bits, for each attention loop."""
+        found = []
+        for loop in self.count.attention:
+            loads: dict[int, float] = {}
+            for bits in filter(None, map(load_bits, self.count.names(loop))):
+                loads[bits] = loads.get(bits, 0.0) + bits / 8
+            found.append(loads)
+        return found
+
+
+def is_attention(launch: Launch) -> bool:
+    """Whether the launch reads keys and values."""
+    return launch.source is not None and {"k_ptr", "shape"} <= set(launch.source.fn.arg_names)
+
+
+def kv_bytes_per_instruction(
+    run: Callable[[], object],
+    *,
+    context: int,
+    span: int = 1,
+    target: GPUTarget = GPUTarget("cuda", 90, 32),  # noqa: B008
+) -> dict[str, float]:
+    """Return KV bytes a warp instruction by kernel, of the attention kernels that ``run`` launches.
+
+    context, span: tokens and queries of the longest row. Raises RuntimeError if ``run`` fails.
+    """
+    call = Call("paged_attention", "priced", run, span, context)
+    launches, failed = record_calls([call], {"target": target})
+    if failed:
+        raise RuntimeError(f"{failed[0][0].case}: {failed[0][1]}")
+    found = {}
+    for launch in filter(is_attention, launches):
+        compiled = triton.compile(launch.source, target=target, options=launch.options)
+        code = AttentionCode(launch, compiled.asm, compiled.metadata.num_warps)
+        found[launch.kernel] = code.kv_bytes_per_instruction(launch.uses[0])
+    return found
