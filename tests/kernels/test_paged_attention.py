@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from pagedraft.kernels import paged_attention_cpu
 from pagedraft.kernels.dispatch import use_implementation
 from pagedraft.kernels.paged_attention import (
     attention_config,
@@ -116,14 +115,6 @@ def test_values(name, device):
     check(case, attend(case))
 
 
-@pytest.mark.usefixtures("cpu_path")
-@pytest.mark.parametrize("name", CASES)
-def test_cpu_values(name):
-    spans, kv_lens, sizes = CASES[name]
-    case = paged_case(spans, kv_lens, **sizes)
-    check(case, attend(case))
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [FP16, BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -164,13 +155,6 @@ def spotlight(name: str, device: torch.device) -> PagedCase:
 @pytest.mark.parametrize("name", SPOTLIGHTS)
 def test_spotlight(name, device):
     case = spotlight(name, device)
-    check(case, attend(case), SPOTLIGHT_FACTOR)
-
-
-@pytest.mark.usefixtures("cpu_path")
-@pytest.mark.parametrize("name", SPOTLIGHTS)
-def test_cpu_spotlight(name):
-    case = spotlight(name, torch.device("cpu"))
     check(case, attend(case), SPOTLIGHT_FACTOR)
 
 
@@ -241,56 +225,6 @@ def test_bits_do_not_depend_on_the_block_size(block_size, device):
 def test_bits_do_not_depend_on_the_bounds(device):
     case = paged_case([3, 1], [70, 9], device=device)
     assert_same_bits(attend(case, max_query_len=64, max_kv_len=1000), attend(case))
-
-
-# name: sizes of the CPU sweep
-CPU_SIZES: dict[str, dict[str, int]] = {
-    "demo_model": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
-    "group_of_1": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 32},
-    "group_of_4": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128},
-    "group_of_7": {"num_heads": 7, "num_kv_heads": 1, "head_dim": 40},
-}
-CPU_CONTEXT = 700
-
-
-@pytest.fixture(scope="module", params=CPU_SIZES)
-def cpu_whole(request) -> tuple[dict[str, int], torch.Tensor]:
-    """Sizes, and all queries of the context in one call."""
-    sizes, spans = CPU_SIZES[request.param], [CPU_CONTEXT]
-    with use_implementation("cpu"):
-        return sizes, attend(prefix_case(spans, spans, CPU_CONTEXT, block_size=64, **sizes)[0])
-
-
-@pytest.mark.usefixtures("cpu_path")
-@pytest.mark.parametrize("block_size", [8, 16, 64, 128])
-@pytest.mark.parametrize("span", [*range(1, 20), 31, 64, 65, 300])
-def test_cpu_bits_do_not_depend_on_the_span(span, block_size, cpu_whole):
-    sizes, expected = cpu_whole
-    spans, ends = [span] * 3, [CPU_CONTEXT, 301, 320 + span]
-    case, position_T = prefix_case(spans, ends, CPU_CONTEXT, block_size=block_size, **sizes)
-    assert_same_bits(attend(case), expected[position_T])
-
-
-@pytest.mark.usefixtures("cpu_path")
-@pytest.mark.parametrize("seed", range(12))
-def test_cpu_bits_do_not_depend_on_the_batch(seed, cpu_whole):
-    sizes, expected = cpu_whole
-    generator = torch.Generator().manual_seed(seed)
-    num_rows = [1, 2, 3, 5, 8, 16][seed % 6]
-    ends = torch.randint(1, CPU_CONTEXT + 1, (num_rows,), generator=generator).tolist()
-    widest = torch.tensor([1, 1, 1, 2, 9, 70])[torch.randint(6, (num_rows,), generator=generator)]
-    spans = [min(end, span) for end, span in zip(ends, widest.tolist(), strict=True)]
-    case, position_T = prefix_case(spans, ends, CPU_CONTEXT, block_size=16, **sizes)
-    assert_same_bits(attend(case), expected[position_T])
-
-
-def test_cpu_groups_bound_the_padding():
-    kv_lens = (8000, 8000, *[100] * 14)
-    starts = (0, 2000, *range(2001, 2016))
-    pieces = paged_attention_cpu.cut_pieces(starts, kv_lens)
-    groups = paged_attention_cpu.group_pieces(pieces, 64)
-    padded = sum(len(group) * max(p.kv_len for p in group) for group in groups)
-    assert padded <= 2 * sum(piece.kv_len for piece in pieces) + 64 * len(pieces)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "cpu"])
