@@ -8,7 +8,7 @@ which has the masked tiles; what a count assumes: trips.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
+from pagedraft.bench.control_flow import Instruction
 from pagedraft.bench.record import Call, Launch, Use, record_calls
 from pagedraft.bench.sass import asm_instructions, is_product, load_bits
 from pagedraft.bench.trips import ProgramCount, Trips
@@ -37,27 +38,23 @@ class KeyWalk:
     masked: int
 
 
-def key_walk(
-    context: int, span: int, block_n: int, window: int, piece: int | None, unit: int
-) -> KeyWalk:
+def key_walk(context: int, span: int, block_n: int, window: int, unit: int | None) -> KeyWalk:
     """Return the walk of the program that owns the newest of ``context`` keys.
 
-    window: 0 for none. piece: keys a program, pieces beginning at multiples of ``unit`` and, with
-    a window, at the unit of the first key that the row sees; None: one program walks all keys.
+    span: queries of the program, the last ones. window: 0 for none. unit: keys a program, cut at multiples of it; None: one walks all keys.
     """
     begin = max(context - span - window + 1, 0) if window else 0
     start = begin // block_n * block_n
-    if piece is not None:
-        first = begin // unit * unit
-        start = max(start, first + (context - 1 - first) // piece * piece)
+    if unit is not None:
+        start = max(start, (context - 1) // unit * unit)
     edge = start
     if window:
         edge = min(max(math.ceil((context - window) / block_n) * block_n, start), context)
     full = min(max((context - span + 1) // block_n * block_n, edge), context)
     return KeyWalk(
         num_keys=context - max(start, begin),
-        edge=(edge - start) // block_n,
-        full=(full - edge) // block_n,
+        edge=math.ceil((edge - start) / block_n),
+        full=math.ceil((full - edge) / block_n),
         masked=math.ceil((context - full) / block_n),
     )
 
@@ -67,7 +64,7 @@ class AttentionCode:
     """An attention kernel's machine code beside what its launch says of it."""
 
     launch: Launch
-    asm: Mapping[str, Any]
+    instructions: list[Instruction]
     num_warps: int
 
     @property
@@ -88,20 +85,22 @@ class AttentionCode:
     @cached_property
     def count(self) -> ProgramCount:
         is_fp32 = self.launch.source.signature["q_ptr"] == "*fp32"
-        return ProgramCount(asm_instructions(self.asm), lambda name: is_product(name, is_fp32))
+        return ProgramCount(self.instructions, lambda name: is_product(name, is_fp32))
 
     def walk(self, use: Use) -> KeyWalk:
-        """Return the walk of the last program of ``use``."""
-        unit = self.launch.constants.get("UNIT")
-        piece = None if unit is None else unit * use.numbers["units_per_program"]
-        shape = self.shape
-        sizes = (shape.block_n, shape.window)
-        return key_walk(use.call.context, use.call.span, *sizes, piece, unit or 1)
+        """Return the walk of the last program of ``use``; in a prefix pass all keys are seen."""
+        unit, shape = self.launch.constants.get("UNIT"), self.shape
+        if self.launch.constants.get("IS_PREFIX"):
+            return KeyWalk(unit, 0, unit // shape.block_n, 0)
+        span = min(use.call.span, shape.num_queries)
+        return key_walk(use.call.context, span, shape.block_n, shape.window, unit)
 
     def trips(self, use: Use) -> Trips:
-        """Return how often the loops of that program run."""
+        """Return how often the loops of that program run; a single loop walks all tiles."""
         shape, walk = self.shape, self.walk(use)
         tiles = (walk.edge, walk.full, walk.masked) if shape.window else (walk.full, walk.masked)
+        if len(self.count.attention) == 1:
+            tiles = (sum(tiles),)
         search = 0.0 if shape.is_one_tile else math.ceil(math.log2(use.numbers["num_rows"]))
         periods = (shape.segment / shape.block_n, shape.section / shape.block_n)
         return Trips(tiles, periods, search)
@@ -145,6 +144,6 @@ def kv_bytes_per_instruction(
     found = {}
     for launch in filter(is_attention, launches):
         compiled = triton.compile(launch.source, target=target, options=launch.options)
-        code = AttentionCode(launch, compiled.asm, compiled.metadata.num_warps)
+        code = AttentionCode(launch, asm_instructions(compiled.asm), compiled.metadata.num_warps)
         found[launch.kernel] = code.kv_bytes_per_instruction(launch.uses[0])
     return found

@@ -63,7 +63,7 @@ class MachineCode:
 def asm_instructions(asm: Mapping[str, Any]) -> list[Instruction]:
     """Return the instructions of a compiled kernel, with their jumps, for either vendor."""
     if "cubin" in asm:
-        return sass_instructions(_disassemble(asm["cubin"]))
+        return sass_instructions(_run_on_cubin(asm["cubin"], "nvdisasm", "-c"))
     return gcn_instructions(asm["amdgcn"])
 
 
@@ -79,34 +79,30 @@ def load_bits(name: str) -> int | None:
     return _gcn_load_bits(name) if name.islower() else _sass_load_bits(name)
 
 
-def machine_code(asm: Mapping[str, Any]) -> MachineCode:
-    """Read a compiled kernel's ``asm`` (as ``triton.compile`` returns it) for either vendor."""
+def machine_code(asm: Mapping[str, Any], instructions: list[Instruction]) -> MachineCode:
+    """Read a compiled kernel's ``asm`` (as ``triton.compile`` returns it) for either vendor.
+
+    instructions: what ``asm_instructions`` makes of it.
+    """
+    names = [instruction.name for instruction in instructions]
     if "cubin" in asm:
-        return _read_cubin(asm["cubin"], asm["ptx"])
-    return _read_gcn(asm["amdgcn"])
+        return _read_cubin(asm["cubin"], asm["ptx"], names)
+    return _read_gcn(asm["amdgcn"], names)
 
 
-def _run_tool(name: str, *arguments: str) -> str:
-    command = [str(NVIDIA_TOOLS / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _disassemble(cubin: bytes) -> str:
+def _run_on_cubin(cubin: bytes, name: str, argument: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return _run_tool("nvdisasm", "-c", file.name)
+        command = [str(NVIDIA_TOOLS / name), argument, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _read_cubin(cubin: bytes, ptx: str) -> MachineCode:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _run_tool("cuobjdump", "--dump-resource-usage", file.name)
+def _read_cubin(cubin: bytes, ptx: str, names: list[str]) -> MachineCode:
+    usage = _run_on_cubin(cubin, "cuobjdump", "--dump-resource-usage")
     resources: Counter[str] = Counter()
     for name, value in _SASS_RESOURCE.findall(usage):
         resources[name] += int(value)
-    names = [instruction.name for instruction in sass_instructions(_disassemble(cubin))]
     spilled = any(_SASS_SPILL.match(name) for name in names)
     stack = resources["STACK"] + resources["LOCAL"]
     return MachineCode(
@@ -123,7 +119,7 @@ def sass_instructions(text: str) -> list[Instruction]:
     """Read what ``nvdisasm -c`` prints of one kernel.
 
     Calls fall through (the callee is not followed), and so does ``BRA.DIV``, the way of a warp
-    whose threads have parted. Raises ValueError for a jump to a computed address.
+    whose threads have parted. A jump to a computed address has a target that no label names.
     """
     found: list[Instruction] = []
     labels: list[str] = []
@@ -139,9 +135,9 @@ def sass_instructions(text: str) -> list[Instruction]:
 def _sass_instruction(match: re.Match[str], labels: tuple[str, ...]) -> Instruction:
     name, rest = match.group("name"), match.group("rest")
     operation = name.split(".")[0]
-    if operation in ("BRX", "JMX", "BRXU", "JMXU"):
-        raise ValueError(f"control flow: {name} jumps to a computed address")
     is_conditional = bool(match.group("guard") or _SASS_CONDITION.match(rest))
+    if operation in ("BRX", "JMX", "BRXU", "JMXU"):
+        return Instruction(name, labels, ("computed address",), is_conditional)
     if operation in ("EXIT", "RET"):
         return Instruction(name, labels, falls_through=is_conditional)
     if operation not in ("BRA", "JMP") or ".DIV" in name:
@@ -173,8 +169,7 @@ def gcn_instructions(text: str) -> list[Instruction]:
     return found
 
 
-def _read_gcn(text: str) -> MachineCode:
-    names = [m.group(1) for line in text.splitlines() if (m := _GCN_LINE.match(line))]
+def _read_gcn(text: str, names: list[str]) -> MachineCode:
     mma = _sorted_counts("MFMA" if name.startswith("v_mfma") else None for name in names)
     return MachineCode(
         registers=_gcn_field(text, "vgpr_count"),

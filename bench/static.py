@@ -2,8 +2,8 @@
 
     python -m pagedraft.bench.static [--targets sm_90,gfx942] [--op linear] [--quick] [--json file]
 
-Exit status 1 on a compile failure, on shared memory over the target's limit, and on a spill in one
-of ``HOT_OPS``. The JSON is sorted, so that two versions can be compared with ``diff``.
+Exit status 1 on a compile failure and on what ``static_checks.CHECKS`` find. The JSON is sorted, so
+that two versions can be compared with ``diff``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,10 @@ from triton.runtime.cache import triton_key  # noqa: E402
 
 from pagedraft.bench.fork_map import fork_map  # noqa: E402
 from pagedraft.bench.record import Call, Launch, record_calls  # noqa: E402
-from pagedraft.bench.sass import MachineCode, machine_code  # noqa: E402
+from pagedraft.bench.sass import asm_instructions, machine_code  # noqa: E402
 from pagedraft.bench.static_calls import calls  # noqa: E402
-from pagedraft.bench.table import print_table  # noqa: E402
+from pagedraft.bench.static_checks import Compiled, problem_of  # noqa: E402
+from pagedraft.bench.static_report import Result, print_results  # noqa: E402
 from pagedraft.kernels.dispatch import OPS  # noqa: E402
 
 TARGETS = {
@@ -43,41 +43,6 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# Bytes of shared memory that one program may use.
-SHARED_LIMITS = {
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "gfx942": 64 * 1024,
-}
-# Ops of the inner step loop: here a 16-bit kernel may not spill more than ALLOWED_SPILL bytes a
-# thread (fp32 serves comparisons, not speed). ptxas stored one 64-bit value once, outside any loop,
-# to stay at 32 registers (write_kv on sm_90) or 72 (paged_attention).
-ALLOWED_SPILL = 8
-HOT_OPS = frozenset({"rms_norm", "linear", "write_kv", "paged_attention", "gated_mlp"})
-
-
-@dataclass(frozen=True)
-class Result:
-    """One kernel on one target; ``problem`` says why it counts as failed."""
-
-    op: str
-    kernel: str
-    target: str
-    cases: tuple[str, ...]
-    constexprs: dict[str, Any]
-    num_warps: int = 0
-    num_stages: int = 0
-    shared_bytes: int = 0
-    code: MachineCode | None = None
-    problem: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain types."""
-        fields = dict(self.__dict__, cases=list(self.cases))
-        return {**fields, "code": self.code.to_json() if self.code else None}
 
 
 def compile_launch(launch: Launch) -> Result:
@@ -90,15 +55,24 @@ def compile_launch(launch: Launch) -> Result:
         compiled = triton.compile(launch.source, target=target, options=launch.options)
     except Exception as error:
         return Result(**about, problem=f"does not compile: {_first_lines(error)}")
-    code = machine_code(compiled.asm)
-    shared = compiled.metadata.shared
+    instructions = asm_instructions(compiled.asm)
+    code = machine_code(compiled.asm, instructions)
+    metadata = compiled.metadata
+    kernel = Compiled(
+        launch, compiled.asm["ttir"], instructions, code, metadata.shared, metadata.num_warps
+    )
+    try:
+        kv_bytes, problem = kernel.kv_bytes, problem_of(kernel)
+    except (ValueError, LookupError, AttributeError) as error:
+        kv_bytes, problem = {}, f"cannot be judged: {_first_lines(error)}"
     return Result(
         **about,
-        num_warps=compiled.metadata.num_warps,
-        num_stages=compiled.metadata.num_stages,
-        shared_bytes=shared,
+        num_warps=metadata.num_warps,
+        num_stages=metadata.num_stages,
+        shared_bytes=metadata.shared,
         code=code,
-        problem=_judge(launch, code, shared),
+        kv_bytes_per_instruction=kv_bytes,
+        problem=problem,
     )
 
 
@@ -110,17 +84,6 @@ def _about(launch: Launch) -> dict[str, Any]:
         "cases": launch.cases,
         "constexprs": {name: _plain(value) for name, value in launch.constants.items()},
     }
-
-
-def _judge(launch: Launch, code: MachineCode, shared: int) -> str | None:
-    problems = []
-    limit = SHARED_LIMITS[launch.target]
-    if shared > limit:
-        problems.append(f"shared memory: {shared} bytes of {limit}")
-    is_narrow = any(kind in ("*fp16", "*bf16") for kind in launch.source.signature.values())
-    if code.spill_bytes > ALLOWED_SPILL and launch.op in HOT_OPS and is_narrow:
-        problems.append(f"spills {code.spill_bytes} bytes a thread")
-    return "; ".join(problems) or None
 
 
 def _plain(value: Any) -> Any:
@@ -148,34 +111,6 @@ def check(
         died = "does not compile: the compiler's process died"
         results.append(result or Result(**_about(launch), problem=died))
     return sorted(results, key=lambda r: (r.op, r.kernel, r.target, r.cases))
-
-
-HEADERS = (
-    *("kernel", "target", "case", "warps", "stages", "regs", "spill"),
-    *("shared", "loads", "mma", "tf32", "instr", "verdict"),
-)
-
-
-def _row(result: Result) -> list[str]:
-    more = f" +{len(result.cases) - 1}" if len(result.cases) > 1 else ""
-    cells = [result.kernel, result.target, result.cases[0] + more]
-    if result.code is None:
-        return [*cells, *["-"] * 9, result.problem.splitlines()[0][:80]]
-    code = result.code
-    loads = " ".join(f"{bits or 'tma'}:{n}" for bits, n in sorted(code.loads.items(), reverse=True))
-    return [
-        *cells,
-        str(result.num_warps),
-        str(result.num_stages),
-        str(code.registers),
-        str(code.spill_bytes),
-        f"{result.shared_bytes / 1024:.1f}/{SHARED_LIMITS[result.target] // 1024}",
-        loads,
-        " ".join(f"{name}:{n}" for name, n in code.mma.items()),
-        "tf32" if code.tf32 else "",
-        str(code.instructions),
-        result.problem or "ok",
-    ]
 
 
 def _calls_of_file(path: str) -> list[Call]:
@@ -211,16 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _report(results: list[Result], json_path: Path | None) -> int:
-    title = f"torch {torch.__version__}, triton {triton.__version__}"
-    print_table(title, HEADERS, [_row(result) for result in results])
-    failures = [result for result in results if result.problem]
-    grouped: dict[tuple[str, str, str], list[str]] = {}
-    for failure in failures:
-        where = f"{failure.target} ({', '.join(failure.cases)})"
-        grouped.setdefault((failure.op, failure.kernel, failure.problem or ""), []).append(where)
-    for (op, kernel, problem), where in grouped.items():
-        print(f"\nFAILED {op} {kernel} on {'; '.join(where)}\n{problem}")
-    print(f"\n{len(results)} kernels x targets, {len(failures)} failed")
+    print_results(f"torch {torch.__version__}, triton {triton.__version__}", results)
     if json_path:
         document = {
             "torch": torch.__version__,
@@ -229,7 +155,7 @@ def _report(results: list[Result], json_path: Path | None) -> int:
         }
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    return 1 if failures else 0
+    return int(any(result.problem for result in results))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pagedraft.bench.shapes import (
     ModelShape,
     StepShape,
 )
+from pagedraft.bench.static_attention_calls import attention_calls
 from pagedraft.kernels.dispatch import OPS
 
 BLOCK_SIZE = 64
@@ -48,6 +49,9 @@ FULL_CASES = tuple(
 def calls(*, quick: bool = False, ops: tuple[str, ...] = OPS) -> Iterator[Call]:
     """Yield the calls of ``ops``; ``quick`` keeps a few shapes of each kind."""
     for op in ops:
+        if op == "paged_attention":
+            yield from attention_calls(quick=quick)
+            continue
         make = CALLS[op]
         few = SHAPELESS_CASES if op in SHAPELESS_OPS else QUICK_CASES
         for model, step, dtype in few if quick else FULL_CASES:
@@ -141,17 +145,6 @@ def _write_kv(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
     yield "-qk_norm", lambda: run(True)
 
 
-def _paged_attention(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
-    def run() -> None:
-        from pagedraft.kernels.paged_attention import paged_attention
-
-        paged_attention(
-            **step_tensors(model, step, dtype), max_query_len=step.span, max_kv_len=step.context
-        )
-
-    yield "", run
-
-
 def _gated_mlp(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
     def run(activation: str) -> None:
         from pagedraft.kernels.gated_mlp import gated_mlp
@@ -212,7 +205,6 @@ CALLS: dict[str, Callable[[ModelShape, StepShape, torch.dtype], Runs]] = {
     "rms_norm": _rms_norm,
     "linear": _linear,
     "write_kv": _write_kv,
-    "paged_attention": _paged_attention,
     "gated_mlp": _gated_mlp,
     "sample": _sample,
     "verify": _verify,

@@ -1,0 +1,157 @@
+"""What a compiled kernel must fulfil on each target: one function a check, all in ``CHECKS``.
+
+A check yields a line for each thing that is wrong, with what was found and what was expected.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import triton
+
+from pagedraft.bench.attention_static import AttentionCode, is_attention
+from pagedraft.bench.control_flow import Instruction
+from pagedraft.bench.record import Launch
+from pagedraft.bench.sass import MachineCode
+from pagedraft.bench.ttir import constant_masks, narrow_products
+
+# Bytes of shared memory that one program may use.
+SHARED_LIMITS = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "gfx942": 64 * 1024,
+}
+# Ops of the inner step loop: here a 16-bit kernel may not spill more than ALLOWED_SPILL bytes a
+# thread (fp32 serves comparisons, not speed). ptxas stored one 64-bit value once, outside any loop,
+# to stay at 32 registers (write_kv on sm_90). Attention may not spill at all on NVIDIA.
+ALLOWED_SPILL = 8
+HOT_OPS = frozenset({"rms_norm", "linear", "write_kv", "paged_attention", "gated_mlp"})
+# The target and the oldest Triton that floors of KV bytes a warp instruction hold for.
+FLOOR_TARGET = "sm_90"
+FLOOR_TRITON = (3, 7)
+TRITON_VERSION = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel compiled for a target; ttir: Triton's IR."""
+
+    launch: Launch
+    ttir: str
+    instructions: list[Instruction]
+    code: MachineCode
+    shared_bytes: int
+    num_warps: int
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether any tensor holds 16-bit numbers."""
+        return any(kind in ("*fp16", "*bf16") for kind in self.launch.source.signature.values())
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.launch.target.startswith("sm_")
+
+    @cached_property
+    def attention(self) -> AttentionCode | None:
+        """The kernel as one that reads keys and values, None if it does not."""
+        if not is_attention(self.launch):
+            return None
+        return AttentionCode(self.launch, self.instructions, self.num_warps)
+
+    @cached_property
+    def kv_bytes(self) -> dict[str, float]:
+        """KV bytes a warp instruction by case; empty where there is nothing to count."""
+        if self.attention is None or not self.is_nvidia or not self.is_narrow:
+            return {}
+        return {
+            use.call.case: self.attention.kv_bytes_per_instruction(use) for use in self.launch.uses
+        }
+
+
+def _shared_memory(compiled: Compiled) -> Iterator[str]:
+    limit = SHARED_LIMITS[compiled.launch.target]
+    if compiled.shared_bytes > limit:
+        yield f"shared memory: {compiled.shared_bytes} bytes of {limit}"
+
+
+def _spill(compiled: Compiled) -> Iterator[str]:
+    is_strict = compiled.launch.op == "paged_attention" and compiled.is_nvidia
+    is_judged = is_strict or (compiled.launch.op in HOT_OPS and compiled.is_narrow)
+    allowed = 0 if is_strict else ALLOWED_SPILL
+    if is_judged and compiled.code.spill_bytes > allowed:
+        yield f"spills {compiled.code.spill_bytes} bytes a thread of {allowed}"
+
+
+def _tf32(compiled: Compiled) -> Iterator[str]:
+    if compiled.code.tf32:
+        yield "products of fp32 run in tf32, expected full precision"
+
+
+def _tensor_cores(compiled: Compiled) -> Iterator[str]:
+    if compiled.attention and compiled.is_narrow and not compiled.code.mma:
+        yield "no tensor-core instruction, expected 16-bit products on tensor cores"
+
+
+def _wide_loads(compiled: Compiled) -> Iterator[str]:
+    """Keys and values come in 16-byte loads: these alone carry a whole tile, in each loop."""
+    code = compiled.attention
+    if code is None or code.shape.head_dim * code.kv_itemsize % 16:
+        return
+    num_threads = compiled.num_warps * (32 if compiled.is_nvidia else 64)
+    tile_bytes = code.shape.block_n * code.shape.head_dim * code.kv_itemsize
+    expected = 2 * max(tile_bytes, 16 * num_threads)
+    if not code.count.attention:
+        yield "no loop with products found, expected the loops over keys"
+    for number, loads in enumerate(code.tile_loads()):
+        wide = int(loads.get(128, 0) * num_threads)
+        if wide < expected:
+            shown = ", ".join(f"{n:g} bytes in {bits}-bit loads" for bits, n in loads.items())
+            yield (
+                f"loop {number} over keys: 16-byte loads carry {wide} bytes of keys and values a "
+                f"tile, expected {expected}; a thread loads {shown or 'nothing'}"
+            )
+
+
+def _addresses(compiled: Compiled) -> Iterator[str]:
+    if compiled.attention:
+        for product in narrow_products(compiled.ttir):
+            yield f"address from a 32-bit product of a loaded integer, expected 64 bits: {product}"
+
+
+def _masks(compiled: Compiled) -> Iterator[str]:
+    if compiled.attention:
+        for mask in constant_masks(compiled.ttir):
+            yield f"a load in a loop has a mask that always holds, expected none: {mask}"
+
+
+def _kv_bytes(compiled: Compiled) -> Iterator[str]:
+    if compiled.launch.target != FLOOR_TARGET or TRITON_VERSION < FLOOR_TRITON:
+        return
+    for use in compiled.launch.uses:
+        floor, found = use.call.min_kv_bytes, compiled.kv_bytes.get(use.call.case)
+        if floor is not None and found is not None and found < floor:
+            yield f"{use.call.case}: {found:.1f} KV bytes a warp instruction, expected {floor:g}"
+
+
+CHECKS: tuple[Callable[[Compiled], Iterator[str]], ...] = (
+    _shared_memory,
+    _spill,
+    _tf32,
+    _tensor_cores,
+    _wide_loads,
+    _addresses,
+    _masks,
+    _kv_bytes,
+)
+
+
+def problem_of(compiled: Compiled) -> str | None:
+    """Return all that is wrong with a kernel, None if nothing is."""
+    return "; ".join(line for check in CHECKS for line in check(compiled)) or None
