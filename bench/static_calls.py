@@ -7,6 +7,7 @@ shapes cost nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ QUICK_CASES = (
     (SMOL_135M, VERIFY_1, "fp32"),
 )
 # Ops whose kernels have no tiles to choose: a step's shape changes nothing but the grid.
-SHAPELESS_OPS = ("rms_norm", "write_kv", "gated_mlp", "sample", "logprobs")
+SHAPELESS_OPS = ("rms_norm", "write_kv", "gated_mlp", "sample", "logprobs", "copy_blocks")
 SHAPELESS_CASES = (QUICK_CASES[0], QUICK_CASES[-1])
 FULL_CASES = tuple(
     (model, step, dtype)
@@ -122,27 +123,34 @@ def step_tensors(model: ModelShape, step: StepShape, dtype: torch.dtype) -> dict
 
 
 def _write_kv(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
-    def run(has_qk_norm: bool) -> None:
+    def run(num_freqs: int, has_qk_norm: bool, is_int8: bool, **options: Any) -> None:
         from pagedraft.kernels.write_kv import write_kv
 
-        caches = step_tensors(model, step, dtype)
+        pools = step_tensors(model, step, torch.int8 if is_int8 else dtype)
+        caches = pools["k_cache_NGBD"], pools["v_cache_NGBD"]
+        scales = dict.fromkeys(("k_scale_NGB", "v_scale_NGB"), torch.empty(caches[0].shape[:3]))
         norm_D = torch.empty(model.head_dim, dtype=dtype) if has_qk_norm else None
-        table_PR = torch.empty(MAX_POSITIONS, model.head_dim // 2, dtype=torch.float32)
+        table_PR = torch.empty(MAX_POSITIONS, num_freqs, dtype=torch.float32)
         write_kv(
             torch.empty(step.num_tokens, model.qkv_dim, dtype=dtype),
             table_PR,
             torch.empty_like(table_PR),
             torch.empty(step.num_tokens, dtype=torch.int32),
             torch.empty(step.num_tokens, dtype=torch.int64),
-            caches["k_cache_NGBD"],
-            caches["v_cache_NGBD"],
+            *caches,
             model.num_heads,
             q_norm_D=norm_D,
             k_norm_D=norm_D,
+            **(scales if is_int8 else {}),
+            **options,
         )
 
-    yield "", lambda: run(False)
-    yield "-qk_norm", lambda: run(True)
+    half = model.head_dim // 2
+    yield "", lambda: run(half, False, False)
+    yield "-qk_norm", lambda: run(half, True, False)
+    yield "-partial", lambda: run(half // 4, False, False)
+    yield "-interleaved", lambda: run(half, False, False, interleaved=True)
+    yield "-int8-qk_norm", lambda: run(half, True, True)
 
 
 def _gated_mlp(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
@@ -201,6 +209,18 @@ def _logprobs(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
         yield f"-top{top_n}", lambda n=top_n: run(n)
 
 
+def _copy_blocks(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
+    def run() -> None:
+        from pagedraft.kernels.copy_blocks import copy_blocks
+
+        pools = step_tensors(model, step, dtype)
+        # CPU pairs are read: a block that exists, copied to another.
+        pairs_P2 = torch.tensor([[1, 2]])
+        copy_blocks([pools["k_cache_NGBD"], pools["v_cache_NGBD"]], pairs_P2)
+
+    yield "", run
+
+
 CALLS: dict[str, Callable[[ModelShape, StepShape, torch.dtype], Runs]] = {
     "rms_norm": _rms_norm,
     "linear": _linear,
@@ -209,4 +229,5 @@ CALLS: dict[str, Callable[[ModelShape, StepShape, torch.dtype], Runs]] = {
     "sample": _sample,
     "verify": _verify,
     "logprobs": _logprobs,
+    "copy_blocks": _copy_blocks,
 }

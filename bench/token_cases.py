@@ -1,4 +1,5 @@
-"""What ``bench/kernels.py`` measures after the head: sampling, verification, log-probabilities."""
+"""What ``bench/kernels.py`` measures outside the layers: sampling, verification, log-probabilities,
+block copies."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from pagedraft.bench.layer_cases import KernelCase, Maker, Tensors
+from pagedraft.bench.static_calls import BLOCK_SIZE
+from pagedraft.kernels.copy_blocks import copy_blocks, copy_blocks_cost, copy_blocks_ref
 from pagedraft.kernels.logprobs import logprobs, logprobs_cost
 from pagedraft.kernels.sample import SampleBatch, sample, sample_cost
 from pagedraft.kernels.verify import verify, verify_cost
@@ -100,8 +103,34 @@ def _logprobs(make: Maker) -> Iterator[KernelCase]:
     )
 
 
+def _copy_blocks(make: Maker) -> Iterator[KernelCase]:
+    """A fork of each row: one block of keys and one of values in a layer."""
+    num_pairs = make.step.num_rows
+    pool = (1 + 2 * num_pairs, make.model.num_kv_heads, BLOCK_SIZE, make.model.head_dim)
+    block_bytes = 2 * make.itemsize * pool[1] * pool[2] * pool[3]
+
+    def inputs() -> Tensors:
+        pairs = 1 + torch.randperm(2 * num_pairs, device=make.device)
+        return {"k": make.randn(*pool), "v": make.randn(*pool), "pairs": pairs.view(-1, 2)}
+
+    def run(t: Tensors, copy: Callable[..., None]) -> Callable[[], object]:
+        caches = (t["k"], t["v"])
+        return lambda: (copy(caches, t["pairs"]), caches)[1]
+
+    yield make.case(
+        "copy_blocks",
+        "copy_blocks",
+        inputs,
+        lambda t: run(t, copy_blocks),
+        copy_blocks_cost(num_pairs, block_bytes),
+        "index, index_put",
+        lambda t: run(t, copy_blocks_ref),
+    )
+
+
 TOKEN_MAKERS: dict[str, Callable[[Maker], Iterator[KernelCase]]] = {
     "sample": _sample,
     "verify": _verify,
     "logprobs": _logprobs,
+    "copy_blocks": _copy_blocks,
 }

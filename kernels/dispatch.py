@@ -26,6 +26,7 @@ OPS = (
     "sample",
     "verify",
     "logprobs",
+    "copy_blocks",
 )
 _overrides: dict[str, Implementation] = {}
 

@@ -144,8 +144,11 @@ def _active(ptrs: TensorHandle, mask: Any) -> tuple[np.ndarray, int]:
 
 
 @contextmanager
-def sanitize() -> Iterator[list[Launch]]:
-    """Check and list every interpreted launch inside the ``with`` block."""
+def sanitize(*reachable: torch.Tensor) -> Iterator[list[Launch]]:
+    """Check and list every interpreted launch inside the ``with`` block.
+
+    reachable: tensors that kernels may touch though no argument: through a table of addresses.
+    """
     launches: list[Launch] = []
     builder = InterpreterBuilder
     stock_load, stock_store = builder.create_masked_load, builder.create_masked_store
@@ -160,7 +163,7 @@ def sanitize() -> Iterator[list[Launch]]:
         return stock_store(self, ptrs, value, mask, *rest, **options)
 
     def call(self, *args, **kwargs):
-        extents = [extent(tensor) for tensor in _tensors([*args, *kwargs.values()])]
+        extents = [extent(tensor) for tensor in _tensors([*args, *kwargs.values(), reachable])]
         launches.append(Launch(self.fn.__name__, extents, _merge(extents)))
         return stock_call(self, *args, **kwargs)
 
