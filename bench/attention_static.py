@@ -41,7 +41,8 @@ class KeyWalk:
 def key_walk(context: int, span: int, block_n: int, window: int, unit: int | None) -> KeyWalk:
     """Return the walk of the program that owns the newest of ``context`` keys.
 
-    span: queries of the program, the last ones. window: 0 for none. unit: keys a program, cut at multiples of it; None: one walks all keys.
+    span: queries of the program, the last ones. window: 0 for none. unit: keys a program, cut at
+    multiples of it; None: one program walks all keys.
     """
     begin = max(context - span - window + 1, 0) if window else 0
     start = begin // block_n * block_n
@@ -106,19 +107,36 @@ class AttentionCode:
         return Trips(tiles, periods, search)
 
     def kv_bytes_per_instruction(self, use: Use) -> float:
-        """Return KV bytes of the last program of ``use`` over the warp instructions it issues."""
+        """Return KV bytes of the last program of ``use`` over the warp instructions it issues.
+
+        Raises ValueError where the loops are not those that ``trips`` speaks of.
+        """
         instructions = self.num_warps * self.count.executed(self.trips(use))
+        for number, tiles in enumerate(self.wide_tiles(self.shape.block_d)):
+            if tiles > 1.5:
+                raise ValueError(
+                    f"loop {number} over keys: expected one tile an iteration, got {tiles:.1f}"
+                )
         return self.walk(use).num_keys * self.key_bytes / instructions
 
-    def tile_loads(self) -> list[dict[int, float]]:
-        """Return bytes of a thread's global loads by width in bits, for each attention loop."""
+    def tile_loads(self) -> list[dict[int, int]]:
+        """Return bytes of a thread's global loads by width in bits, for each loop over keys."""
         found = []
         for loop in self.count.attention:
-            loads: dict[int, float] = {}
+            loads: dict[int, int] = {}
             for bits in filter(None, map(load_bits, self.count.names(loop))):
-                loads[bits] = loads.get(bits, 0.0) + bits / 8
+                loads[bits] = loads.get(bits, 0) + bits // 8
             found.append(loads)
         return found
+
+    def wide_tiles(self, width: int) -> list[float]:
+        """Return what a program's 16-byte loads carry an iteration of each loop over keys.
+
+        In tiles of keys and values, ``width`` elements each; a tile takes a load a thread at least.
+        """
+        num_threads = self.num_warps * (64 if self.launch.target.startswith("gfx") else 32)
+        tile_bytes = max(self.shape.block_n * width * self.kv_itemsize, 16 * num_threads)
+        return [loads.get(128, 0) * num_threads / (2 * tile_bytes) for loads in self.tile_loads()]
 
 
 def is_attention(launch: Launch) -> bool:

@@ -61,10 +61,11 @@ def compile_launch(launch: Launch) -> Result:
     kernel = Compiled(
         launch, compiled.asm["ttir"], instructions, code, metadata.shared, metadata.num_warps
     )
+    problem = problem_of(kernel)
     try:
-        kv_bytes, problem = kernel.kv_bytes, problem_of(kernel)
-    except (ValueError, LookupError, AttributeError) as error:
-        kv_bytes, problem = {}, f"cannot be judged: {_first_lines(error)}"
+        kv_bytes = kernel.kv_bytes
+    except ValueError:  # part of the problem
+        kv_bytes = {}
     return Result(
         **about,
         num_warps=metadata.num_warps,
@@ -118,6 +119,7 @@ def _calls_of_file(path: str) -> list[Call]:
     if spec is None or spec.loader is None:
         raise ValueError(f"--calls: expected a Python file, got {path}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return list(module.calls())
 

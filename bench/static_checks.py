@@ -104,18 +104,15 @@ def _wide_loads(compiled: Compiled) -> Iterator[str]:
     code = compiled.attention
     if code is None or code.shape.head_dim * code.kv_itemsize % 16:
         return
-    num_threads = compiled.num_warps * (32 if compiled.is_nvidia else 64)
-    tile_bytes = code.shape.block_n * code.shape.head_dim * code.kv_itemsize
-    expected = 2 * max(tile_bytes, 16 * num_threads)
-    if not code.count.attention:
+    tiles = code.wide_tiles(code.shape.head_dim)
+    if not tiles:
         yield "no loop with products found, expected the loops over keys"
-    for number, loads in enumerate(code.tile_loads()):
-        wide = int(loads.get(128, 0) * num_threads)
-        if wide < expected:
-            shown = ", ".join(f"{n:g} bytes in {bits}-bit loads" for bits, n in loads.items())
+    for number, (found, loads) in enumerate(zip(tiles, code.tile_loads(), strict=True)):
+        if found < 1:
+            shown = ", ".join(f"{n} bytes in {bits}-bit loads" for bits, n in loads.items())
             yield (
-                f"loop {number} over keys: 16-byte loads carry {wide} bytes of keys and values a "
-                f"tile, expected {expected}; a thread loads {shown or 'nothing'}"
+                f"loop {number} over keys: 16-byte loads carry {found:.2f} of a tile's keys and "
+                f"values, expected all; a thread loads {shown or 'nothing'}"
             )
 
 
@@ -132,12 +129,13 @@ def _masks(compiled: Compiled) -> Iterator[str]:
 
 
 def _kv_bytes(compiled: Compiled) -> Iterator[str]:
+    found = compiled.kv_bytes
     if compiled.launch.target != FLOOR_TARGET or TRITON_VERSION < FLOOR_TRITON:
         return
     for use in compiled.launch.uses:
-        floor, found = use.call.min_kv_bytes, compiled.kv_bytes.get(use.call.case)
-        if floor is not None and found is not None and found < floor:
-            yield f"{use.call.case}: {found:.1f} KV bytes a warp instruction, expected {floor:g}"
+        case, floor = use.call.case, use.call.min_kv_bytes
+        if case in found and floor is not None and found[case] < floor:
+            yield f"{case}: {found[case]:.1f} KV bytes a warp instruction, expected {floor:g}"
 
 
 CHECKS: tuple[Callable[[Compiled], Iterator[str]], ...] = (
@@ -154,4 +152,10 @@ CHECKS: tuple[Callable[[Compiled], Iterator[str]], ...] = (
 
 def problem_of(compiled: Compiled) -> str | None:
     """Return all that is wrong with a kernel, None if nothing is."""
-    return "; ".join(line for check in CHECKS for line in check(compiled)) or None
+    lines: list[str] = []
+    for check in CHECKS:
+        try:
+            lines += check(compiled)
+        except ValueError as error:
+            lines.append(f"cannot be judged: {error}")
+    return "; ".join(dict.fromkeys(lines)) or None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -37,6 +40,72 @@ def product_kernel(a_ptr, b_ptr, y_ptr, num_steps, BLOCK: tl.constexpr, PRECISIO
     tl.store(y_ptr + tile, acc)
 
 
+@triton.jit
+def segments_kernel(a_ptr, b_ptr, y_ptr, num_steps, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+    """Like ``product_kernel``, but the sum is stored and starts anew after four steps."""
+    offs = tl.arange(0, BLOCK)
+    tile = offs[:, None] * BLOCK + offs[None, :]  # [BLOCK, BLOCK]
+    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for step in range(num_steps):
+        a = tl.load(a_ptr + step * BLOCK * BLOCK + tile)
+        b = tl.load(b_ptr + step * BLOCK * BLOCK + tile)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if step % 4 == 3:
+            tl.store(y_ptr + step // 4 * BLOCK * BLOCK + tile, acc)
+            acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+
+
+FAULTS = ("narrow", "masked", "address", "cores", "two tiles")
+
+
+@dataclass(frozen=True)
+class ToyShape:
+    """What the check reads of an attention kernel's sizes; see AttentionShape."""
+
+    head_dim: int = 64
+    block_d: int = 64
+    block_n: int = 64
+    window: int = 0
+    segment: int = 256
+    section: int = 2048
+    is_one_tile: bool = True
+    num_queries: int = 4
+    # What is wrong with it: a word of FAULTS or nothing.
+    fault: str = ""
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr, k_ptr, v_ptr, k_factor_ptr, table_ptr, out_ptr, num_keys, step_d, shape: tl.constexpr
+):
+    """Sum of q k v over paged keys, without a softmax: what is judged are loads and products."""
+    BLOCK_N: tl.constexpr = shape.block_n * (2 if shape.fault == "two tiles" else 1)
+    D: tl.constexpr = shape.head_dim
+    offs_m, offs_n, offs_d = tl.arange(0, 16), tl.arange(0, BLOCK_N), tl.arange(0, D)
+    q = tl.load(q_ptr + offs_m[:, None] * D + offs_d[None, :])
+    acc = tl.zeros((16, D), tl.float32)
+    for key in range(0, num_keys, BLOCK_N):
+        block = tl.load(table_ptr + key // BLOCK_N)
+        base = (
+            block * (BLOCK_N * D)
+            if shape.fault == "address"
+            else block.to(tl.int64) * (BLOCK_N * D)
+        )
+        ptrs = offs_n[:, None] * D + offs_d[None, :] * (step_d if shape.fault == "narrow" else 1)
+        if shape.fault == "masked":
+            mask_d = (offs_d < D)[None, :]
+            k = tl.load(k_ptr + base + ptrs, mask=mask_d, other=0.0)
+        else:
+            k = tl.load(k_ptr + base + ptrs)
+        v = tl.load(v_ptr + base + ptrs)
+        if shape.fault == "cores":
+            acc += tl.sum(q, 0)[None, :] * tl.sum(k.to(tl.float32) * v, 0)[None, :]
+        else:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            acc = tl.dot(scores.to(v.dtype), v, acc, input_precision="ieee")
+    tl.store(out_ptr + offs_m[:, None] * D + offs_d[None, :], acc)
+
+
 def good(x: torch.Tensor) -> torch.Tensor:
     """Return x + 1 (x contiguous)."""
     y = torch.empty_like(x)
@@ -58,6 +127,21 @@ def product(size: int, dtype: torch.dtype, precision: str = "ieee", **options: i
     product_kernel[(1,)](x, x, y, 8, BLOCK=size, PRECISION=precision, **options)
 
 
+def attend(sizes: ToyShape, dtype: torch.dtype = torch.float16, **options: int) -> None:
+    """Launch the toy attention over 8192 keys."""
+    q, out = torch.empty(16, sizes.head_dim, dtype=dtype), torch.empty(16, sizes.head_dim)
+    pool = torch.empty(128, 64, sizes.head_dim, dtype=dtype)
+    table = torch.empty(128, dtype=torch.int32)
+    attention_kernel[(1,)](q, pool, pool, None, table, out, 8192, 3, sizes, **options)
+
+
+def attention_call(case: str, run: Callable[[], None], **floor: float):
+    """Return a call of the toy attention, judged like the real one."""
+    from pagedraft.bench.record import Call
+
+    return Call("paged_attention", case, run, context=8192, **floor)
+
+
 def calls():
     """Yield what ``python -m pagedraft.bench.static --calls`` compiles."""
     from pagedraft.bench.record import Call
@@ -72,3 +156,10 @@ def calls():
     yield Call("toy", "option", lambda: product(32, torch.float16, no_such_option=1))
     yield Call("toy", "tf32", lambda: product(32, torch.float32, "tf32"))
     yield Call("toy", "ieee", lambda: product(32, torch.float32, "ieee"))
+    good_shape, large = ToyShape(), ToyShape(head_dim=256, block_d=256)
+    yield attention_call("attention", lambda: attend(good_shape))
+    for fault in FAULTS:
+        sizes = ToyShape(fault=fault)
+        yield attention_call(f"attention {fault}", lambda sizes=sizes: attend(sizes))
+    yield attention_call("attention spills", lambda: attend(large, num_warps=1))
+    yield attention_call("slow", lambda: attend(good_shape, torch.bfloat16), min_kv_bytes=1000.0)
