@@ -4,10 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 K ?=
+TRITON ?=
+TRITON_DIR := $(if $(TRITON),build/triton-$(TRITON))
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels bench gpu-check lint clean
+.PHONY: help setup demo test test-kernels static bench gpu-check lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +33,13 @@ test: lint  ## lint, then every test
 
 test-kernels: $(STAMP)  ## kernel tests; K=name for one op
 	$(PYTEST) $(if $(K),tests/kernels/test_$(K).py,tests/kernels)
+
+static: $(STAMP) $(TRITON_DIR)  ## compile the kernels for every GPU target; TRITON=3.9.0 for that version
+	$(if $(TRITON),PYTHONPATH=$(TRITON_DIR)) $(BIN)/python -m pagedraft.bench.static --quick
+
+build/triton-%:
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.partial triton==$*
+	mv $@.partial $@
 
 bench: $(STAMP)  ## measure what this machine can, save JSON under bench/results
 	$(BIN)/python -m pagedraft.bench

@@ -10,7 +10,6 @@ import torch
 
 from pagedraft.bench.record import Call
 from pagedraft.bench.shapes import DTYPES
-from pagedraft.kernels.paged_attention import paged_attention
 
 CACHE_DTYPES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 NUM_KV_HEADS = 8
@@ -110,13 +109,19 @@ def _tensors(case: AttentionCase) -> dict[str, Any]:
     }
 
 
+def _run(case: AttentionCase) -> None:
+    from pagedraft.kernels.paged_attention import paged_attention
+
+    paged_attention(**_tensors(case))
+
+
 def attention_calls(*, quick: bool) -> Iterator[Call]:
     """Yield the calls of ``paged_attention`` to compile; ``quick``: a few that differ most."""
     for case in QUICK if quick else FULL:
         yield Call(
             "paged_attention",
             case.name,
-            lambda case=case: paged_attention(**_tensors(case)),
+            lambda case=case: _run(case),
             span=max(STEPS[case.step]),
             context=CONTEXT,
             min_kv_bytes=case.min_kv_bytes,
