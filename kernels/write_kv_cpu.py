@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
-from pagedraft.kernels.kv_quant import quantize_kv
+from pagedraft.kernels.kv_quant import KV_DTYPES, TINY, quantize_kv
 from pagedraft.kernels.rms_norm import rms_scale_cpu
+
+# As tensors: a number divided by a tensor would be rounded twice, as a product with an inverse.
+_TOPS = {dtype: torch.full((1, 1, 1), top) for dtype, top in KV_DTYPES.items()}
 
 
 class WritePlan(NamedTuple):
@@ -92,7 +96,7 @@ def write_kv_cpu(
     if plan.stored_K is not None:
         k_TGD, v_TGD = k_TGD[plan.stored_K], v_TGD[plan.stored_K]
     if k_scale_NGB is not None and v_scale_NGB is not None:
-        stored_KXD, scale_KX = quantize_kv(torch.cat((k_TGD, v_TGD), 1), k_cache_NGBD.dtype)
+        stored_KXD, scale_KX = _quantize(torch.cat((k_TGD, v_TGD), 1), k_cache_NGBD.dtype)
         k_TGD, v_TGD = stored_KXD.chunk(2, 1)
         k_scale_KG, v_scale_KG = scale_KX.chunk(2, 1)
         _store(k_scale_KG, k_scale_NGB, plan.rows_KG)
@@ -115,6 +119,21 @@ def _rotate(x_TXD: torch.Tensor, plan: WritePlan) -> torch.Tensor:
     if num_columns == head_dim:
         return rotated
     return torch.cat((rotated, x_TXD[..., num_columns:]), -1)
+
+
+def _quantize(x_KXD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of quantize_kv with half as many ops where no head is zero, tiny or not finite."""
+    amax_KX1 = x_KXD.abs().amax(-1, keepdim=True)
+    if amax_KX1.numel() == 0:
+        return quantize_kv(x_KXD, dtype)
+    smallest, largest = amax_KX1.aminmax()
+    if not (smallest.item() >= TINY and largest.item() < math.inf):  # a NaN is neither
+        return quantize_kv(x_KXD, dtype)
+    top = _TOPS[dtype]
+    scaled_KXD = torch.mul(x_KXD, top / amax_KX1)
+    if dtype == torch.int8:
+        scaled_KXD.round_()
+    return scaled_KXD.to(dtype), (amax_KX1 / top).squeeze(-1)
 
 
 def _store(values_KG: torch.Tensor, cache: torch.Tensor, rows_KG: torch.Tensor) -> None:
