@@ -40,6 +40,7 @@ from pagedraft.kernels.paged_attention_triton import (
     paged_attention_kernel,
     paged_segments_kernel,
 )
+from pagedraft.kernels.score_rules import ScoreRules
 
 SEGMENT = 256  # keys reduced on their own; enters every query's bits
 LOG2_E = 1.4426950408889634
@@ -272,8 +273,9 @@ def paged_attention(
     if out is None:
         out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
-    if plan is not None and plan.groups is not None:
-        return paged_attention_cpu(q_THD, k_cache_NGBD, v_cache_NGBD, plan, scale, out)
+    rules = ScoreRules(scale)
+    if plan is not None and plan.has(rules.window):
+        return paged_attention_cpu(q_THD, k_cache_NGBD, v_cache_NGBD, plan, rules, out)
     args = (q_THD, k_cache_NGBD, v_cache_NGBD, block_table_RM, query_starts_R1, kv_lens_R)
     _check(*args, out)
     if q_THD.numel() == 0 or kv_lens_R.numel() == 0:
@@ -281,8 +283,8 @@ def paged_attention(
     has_cpu = q_THD.dtype == torch.float32
     choice = implementation("paged_attention", q_THD.device, has_cpu=has_cpu)
     if choice == "cpu":
-        plan = fill_plan(plan or AttentionPlan(), *args)
-        return paged_attention_cpu(q_THD, k_cache_NGBD, v_cache_NGBD, plan, scale, out)
+        plan = fill_plan(plan or AttentionPlan(), *args, rules.window)
+        return paged_attention_cpu(q_THD, k_cache_NGBD, v_cache_NGBD, plan, rules, out)
     if choice == "ref":
         return out.copy_(paged_attention_ref(*args, scale))
     return launch(q_THD.contiguous(), *args[1:], max_query_len, max_kv_len, scale, out)

@@ -1,220 +1,74 @@
 """Paged attention on CPU tensors: the exactness rules of the Triton kernel at a usable speed.
 
-One gather brings the keys and values of a group of rows together, the query heads that share a KV
-head are packed into the rows of one batched matmul, and every size that could change the bits of a
-query is fixed: query rows are a multiple of 4, keys are cut at multiples of 256 that are added in
-order, and widths are those for which trailing zeros change no bit (measured on MKL, AVX2; the tests
-compare bits). A query's result therefore depends on its own position and keys only.
+Keys are cut into tiles at absolute multiples of TILE. The scores of a tile are one matrix product
+and its share of the outputs is another, both of fixed depth and width, with row counts that a
+self-test found to give a row the same bits (paged_attention_tiles.py). Between them the scores of a
+row lie in one line, tile after tile, for one softmax, which adds by a key's place in its tile
+first, then tile by tile; the outputs are added tile by tile too. Tiles and rows that a query does
+not see give zeros there, which change no bit: a query's result depends on its own position and
+keys only, not on span, batch, chunk, padding, block size or threads.
 
-Rows are grouped by span and context, so that one long prompt beside decoding rows pads nobody, and
-long spans are cut into chunks that score no key above their own end. What depends on the lengths
-alone (indices, masks, buffers) is planned once a step and shared by all layers.
+What depends on the lengths alone (indices, masks, buffers, views) is planned once a step and shared
+by all layers: paged_attention_plan.py, paged_attention_buffers.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-SEGMENT = 256  # keys of one matmul in P @ V; segments are added in order
-TILE = 64  # context is padded to a multiple of this, or of the block
-QUERY_CHUNK = 64  # queries of one row in a group
-GROUP_KEYS = 2048  # rows * padded context of a group: keeps the gathered copy in cache
-FEW_QUERIES = 16  # up to here a group may hold contexts of other lengths
+from pagedraft.kernels.paged_attention_buffers import (
+    SINK_COLUMNS,
+    Buffers,
+    Gather,
+    Group,
+    Rows,
+    build_group,
+    build_rows,
+    group_sizes,
+    max_matrices,
+)
+from pagedraft.kernels.paged_attention_plan import (
+    Geometry,
+    cut_pieces,
+    group_pieces,
+    index_group,
+)
+from pagedraft.kernels.paged_attention_tiles import TILE, find_row_counts, one_thread
+from pagedraft.kernels.score_rules import ScoreRules
 
 
-class Geometry(NamedTuple):
-    """Sizes that an index depends on; query_stride counts heads from one token's to the next's."""
+class WindowPlan(NamedTuple):
+    """One window's part of a plan.
 
-    num_heads: int
-    query_stride: int
-    num_kv_heads: int
-    block_size: int
-
-
-class Piece(NamedTuple):
-    """Queries of one row that are attended together.
-
-    token: first query token; num_queries: how many; kv_len: context up to the last of them;
-    row_kv_len: context of the whole row, behind which slots may hold anything.
-    """
-
-    row: int
-    token: int
-    num_queries: int
-    kv_len: int
-    row_kv_len: int
-
-
-class Group(NamedTuple):
-    """Pieces that run as one batch of R*G products: P packed queries on W padded keys.
-
-    blocks: pool blocks of one KV head each, in the order of the gathered keys [R*G, W].
-    dead: gathered keys, then values, behind a row's context: slots that may hold anything.
-    queries: row of q of each packed query [R*G, P]; padding repeats the first query.
-    bias_bPW: 0 where a query may see a key, else -inf; one for all heads if there is one row.
-
-    The rest are views of buffers that all groups of a step share (``out_bPD`` is the group's own):
-    where the gathered blocks go, how the products read them, and the pairs of segments to add up.
-    """
-
-    blocks: torch.Tensor
-    dead: torch.Tensor
-    queries: torch.Tensor
-    bias_bPW: torch.Tensor
-    k_nBD: torch.Tensor
-    v_nBD: torch.Tensor
-    kv_xD: torch.Tensor
-    q_xD: torch.Tensor
-    q_bPD: torch.Tensor
-    k_bDW: torch.Tensor
-    scores_bPW: torch.Tensor
-    segments: list[tuple[torch.Tensor, torch.Tensor]]
-    out_bPD: torch.Tensor
-
-
-@dataclass
-class AttentionPlan:
-    """What the layers of a step share on the CPU path: filled by the first, read by the others.
-
-    groups: None until the first layer.
     packed_xD: the outputs of all groups, and one row of zeros for tokens of no row.
     outputs: row of ``packed_xD`` of each (token, head).
     """
 
-    groups: list[Group] | None = None
-    packed_xD: torch.Tensor | None = None
-    outputs: torch.Tensor | None = None
+    groups: list[Group]
+    packed_xD: torch.Tensor
+    outputs: torch.Tensor
 
 
-class Index(NamedTuple):
-    """A group before it has buffers; fields as in Group, and its sizes R*G, P, W."""
+@dataclass
+class AttentionPlan:
+    """What the layers of a step share on the CPU path: filled by the first layer of each window."""
 
-    blocks: np.ndarray
-    dead: np.ndarray
-    queries: np.ndarray
-    bias_bPW: np.ndarray
-    packed: np.ndarray
-    outputs: np.ndarray
-    shape: tuple[int, int, int]
+    windows: dict[int | None, WindowPlan] = field(default_factory=dict)
 
-
-def padded_width(kv_len: int, block_size: int) -> int:
-    """Keys after padding: 0, 64 or 128 over a multiple of 256 (192 changes bits), whole blocks."""
-    unit = max(TILE, block_size)
-    width = -(-kv_len // unit) * unit
-    return width + TILE if width % SEGMENT == 192 else width
+    def has(self, window: int | None) -> bool:
+        """Whether it is filled for layers of this window."""
+        return window in self.windows
 
 
-def cut_pieces(starts: tuple[int, ...], kv_lens: tuple[int, ...]) -> list[Piece]:
-    """Cut every row's queries into chunks of at most QUERY_CHUNK; empty rows give none."""
-    pieces = []
-    for row, kv_len in enumerate(kv_lens):
-        begin, end = starts[row], starts[row + 1]
-        for token in range(begin, end if kv_len else begin, QUERY_CHUNK):
-            num_queries = min(QUERY_CHUNK, end - token)
-            pieces.append(
-                Piece(row, token, num_queries, kv_len - (end - token) + num_queries, kv_len)
-            )
-    return pieces
+class Pool(NamedTuple):
+    """Keys or values of all blocks, seen as units; scale_NB1 of a quantised cache."""
 
-
-def group_pieces(pieces: list[Piece], block_size: int) -> list[list[Piece]]:
-    """Group pieces of like span and context; padding at most doubles either."""
-    groups: list[list[Piece]] = []
-    limits = (-1, 0, 0)  # span class, least padded context and most pieces of the last group
-    for piece in sorted(pieces, key=lambda p: (p.num_queries.bit_length(), p.kv_len), reverse=True):
-        span_class = piece.num_queries.bit_length()
-        width = padded_width(piece.kv_len, block_size)
-        if limits[0] == span_class and width >= limits[1] and len(groups[-1]) < limits[2]:
-            groups[-1].append(piece)
-        else:
-            # Many queries are bound by arithmetic, which padding would waste.
-            least = width // 2 if piece.num_queries <= FEW_QUERIES else width
-            limits = (span_class, least, GROUP_KEYS // width)
-            groups.append([piece])
-    return groups
-
-
-def index_group(pieces: list[Piece], block_table_RM: np.ndarray, geometry: Geometry) -> Index:
-    """Where the pieces' blocks, queries and outputs lie, and what each query may not see."""
-    num_heads, query_stride, num_kv_heads, block_size = geometry
-    group_size = num_heads // num_kv_heads
-    row, token, span, kv_len, row_kv_len = np.array(pieces).T[:, :, None]  # each [R, 1]
-    num_packed = -(-int(span.max()) * group_size // 4) * 4
-    width = max(padded_width(piece.kv_len, block_size) for piece in pieces)
-    shape = (len(pieces) * num_kv_heads, num_packed, width)
-    heads_G1 = np.arange(num_kv_heads)[:, None]
-    keys_1W = np.arange(width)[None]
-
-    column_Rn = np.minimum(np.arange(width // block_size), (kv_len - 1) // block_size)
-    blocks_R1n = block_table_RM[row, column_Rn].astype(np.int64)[:, None]
-    dead_RGW = np.broadcast_to((keys_1W >= row_kv_len)[:, None], (len(row), num_kv_heads, width))
-    dead = np.flatnonzero(dead_RGW)
-
-    packed_1P = np.arange(num_packed)[None]
-    is_real_RP = packed_1P // group_size < span
-    query_RP = np.where(is_real_RP, packed_1P // group_size, 0)
-    heads_GP = heads_G1 * group_size + packed_1P % group_size
-    token_R1P = (token + query_RP)[:, None]
-    hidden_RPW = keys_1W[:, None] > (kv_len - span + query_RP)[:, :, None]
-    bias_RPW = np.where(hidden_RPW, np.float32("-inf"), np.float32(0.0))
-    if len(row) > 1:
-        bias_RPW = np.repeat(bias_RPW, num_kv_heads, axis=0)
-
-    outputs_RGP = token_R1P * num_heads + heads_GP
-    packed = np.flatnonzero(np.broadcast_to(is_real_RP[:, None], outputs_RGP.shape))
-    return Index(
-        blocks=(blocks_R1n * num_kv_heads + heads_G1).reshape(-1),
-        dead=np.concatenate((dead, dead + dead_RGW.size)),
-        queries=(token_R1P * query_stride + heads_GP).reshape(-1),
-        bias_bPW=bias_RPW,
-        packed=packed,
-        outputs=outputs_RGP.reshape(-1)[packed],
-        shape=shape,
-    )
-
-
-def build_groups(
-    indices: list[Index], packed_xD: torch.Tensor, block_size: int, head_dim: int
-) -> list[Group]:
-    """Give the groups their buffers: one set as large as the largest needs, for all of them."""
-    num_keys = max((batch * width for batch, _, width in (i.shape for i in indices)), default=0)
-    num_queries = max(
-        (batch * packed for batch, packed, _ in (i.shape for i in indices)), default=0
-    )
-    num_scores = max((b * p * w for b, p, w in (i.shape for i in indices)), default=0)
-    kv_xD = packed_xD.new_empty(2 * num_keys, head_dim)
-    q_xD = packed_xD.new_empty(num_queries, head_dim)
-    scores_x = packed_xD.new_empty(num_scores)
-    groups, first = [], 0
-    for index in indices:
-        batch, packed, width = index.shape
-        k_xD, v_xD = kv_xD[: 2 * batch * width].chunk(2)
-        v_bWD = v_xD.view(batch, width, head_dim)
-        scores_bPW = scores_x[: batch * packed * width].view(index.shape)
-        last = first + batch * packed
-        groups.append(
-            Group(
-                *(torch.from_numpy(part) for part in index[:4]),
-                k_nBD=k_xD.view(-1, block_size, head_dim),
-                v_nBD=v_xD.view(-1, block_size, head_dim),
-                kv_xD=kv_xD[: 2 * batch * width],
-                q_xD=q_xD[: batch * packed],
-                q_bPD=q_xD[: batch * packed].view(batch, packed, head_dim),
-                k_bDW=k_xD.view(batch, width, head_dim).transpose(1, 2),
-                scores_bPW=scores_bPW,
-                segments=list(
-                    zip(scores_bPW.split(SEGMENT, 2), v_bWD.split(SEGMENT, 1), strict=True)
-                ),
-                out_bPD=packed_xD[first:last].view(batch, packed, head_dim),
-            )
-        )
-        first = last
-    return groups
+    stored_NBD: torch.Tensor
+    scale_NB1: torch.Tensor | None
 
 
 def fill_plan(
@@ -225,25 +79,35 @@ def fill_plan(
     block_table_RM: torch.Tensor,
     query_starts_R1: torch.Tensor,
     kv_lens_R: torch.Tensor,
+    window: int | None,
 ) -> AttentionPlan:
-    """Build a step's plan from its lengths, its block table and the layout of q; return it."""
+    """Fill a step's plan for ``window`` from its lengths, its block table and the layout of q."""
     num_tokens, num_heads, head_dim = q_THD.shape
     _, num_kv_heads, block_size, _ = k_cache_NGBD.shape
-    geometry = Geometry(num_heads, _query_stride(q_THD), num_kv_heads, block_size)
-    pieces = cut_pieces(tuple(query_starts_R1.tolist()), tuple(kv_lens_R.tolist()))
+    geometry = Geometry(num_heads, _query_stride(q_THD), num_kv_heads, head_dim, block_size)
+    counts = find_row_counts(head_dim, torch.get_num_threads())
+    starts, kv_lens = query_starts_R1.tolist(), kv_lens_R.tolist()
+    pieces = cut_pieces(starts, kv_lens, window, geometry, counts.sizes)
     table = block_table_RM.numpy()
-    indices = [index_group(group, table, geometry) for group in group_pieces(pieces, block_size)]
-    num_packed = sum(batch * packed for batch, packed, _ in (i.shape for i in indices))
-    packed_xD = q_THD.new_empty(num_packed + 1, head_dim)
+    most = max_matrices(geometry)
+    indices = [
+        index_group(group, table, window, geometry, most)
+        for group in group_pieces(pieces, num_kv_heads)
+    ]
+    num_packed = sum(index.queries_RGP.size for index in indices)
+    packed_xD = torch.empty(num_packed + 1, head_dim)
     packed_xD[-1] = 0.0
     outputs = np.full(num_tokens * num_heads, num_packed, dtype=np.int64)
+    groups: list[Group] = []
+    buffers = Buffers([group_sizes(index, head_dim) for index in indices], k_cache_NGBD.dtype)
     first = 0
     for index in indices:
         outputs[index.outputs] = first + index.packed
-        first += index.shape[0] * index.shape[1]
-    plan.groups = build_groups(indices, packed_xD, block_size, head_dim)
-    plan.packed_xD = packed_xD
-    plan.outputs = torch.from_numpy(outputs)
+        last = first + index.queries_RGP.size
+        out_XPD = packed_xD[first:last].view(-1, index.queries_RGP.shape[2], head_dim)
+        groups.append(build_group(index, geometry, counts, buffers, out_XPD))
+        first = last
+    plan.windows[window] = WindowPlan(groups, packed_xD, torch.from_numpy(outputs))
     return plan
 
 
@@ -255,22 +119,68 @@ def _query_stride(q_THD: torch.Tensor) -> int:
     return q_THD.stride(0) // head_dim
 
 
+def load(pool: Pool, gather: Gather) -> None:
+    """Gather a run's keys or values as fp32, zeros where nobody's are."""
+    if pool.scale_NB1 is None:
+        torch.index_select(pool.stored_NBD, 0, gather.units, out=gather.kv_uBD)
+    else:
+        torch.index_select(pool.stored_NBD, 0, gather.units, out=gather.stored_uBD)
+        torch.index_select(pool.scale_NB1, 0, gather.units, out=gather.scale_uB1)
+        stored_uBD = gather.stored_uBD
+        if gather.half_uBD is not None:
+            stored_uBD = _fp8_as_fp16(stored_uBD, gather.half_uBD)
+            gather.scale_uB1.mul_(256.0)
+        torch.mul(stored_uBD, gather.scale_uB1, out=gather.kv_uBD)
+    if gather.dead:
+        torch._foreach_zero_(gather.dead)
+
+
+def _fp8_as_fp16(bytes_uBD: torch.Tensor, half_uBD: torch.Tensor) -> torch.Tensor:
+    """Return e4m3 values / 256 as fp16: their bits at fp16's places, whose exponent starts 8 lower.
+
+    20 times faster than torch's cast. A NaN becomes 480 / 256: a quantised pool tells it by its
+    scale.
+    """
+    half_uBD.copy_(bytes_uBD).bitwise_left_shift_(7).bitwise_and_(-0x4080)
+    return half_uBD.view(torch.float16)
+
+
+def cap(scores_x: torch.Tensor, soft_cap: float) -> None:
+    """Set scores, which hold x / soft_cap, to soft_cap * tanh(x / soft_cap)."""
+    with one_thread():  # threads may cut between vectors, and the last elements take another tanh
+        scores_x.tanh_().mul_(soft_cap)
+
+
+def rows_with_sinks(group: Group, sinks_H: torch.Tensor) -> Rows:
+    """The group's rows with the sinks' logits behind the keys'."""
+    rows = group.sink_rows
+    if rows is None:
+        rows = build_rows(group.index, group.runs, group.out_XPD, None, SINK_COLUMNS)
+        group.sink_rows = rows
+    rows.logits_XPW[:, :, -SINK_COLUMNS] = sinks_H[group.heads_XP]
+    return rows
+
+
 def attend_group(
-    q_xD: torch.Tensor, k_nBD: torch.Tensor, v_nBD: torch.Tensor, group: Group, scale: float
+    q_xD: torch.Tensor, keys: Pool, values: Pool, group: Group, rules: ScoreRules
 ) -> None:
-    """Compute a group's packed outputs into its ``out_bPD``."""
-    torch.index_select(k_nBD, 0, group.blocks, out=group.k_nBD)
-    torch.index_select(v_nBD, 0, group.blocks, out=group.v_nBD)
-    torch.index_select(q_xD, 0, group.queries, out=group.q_xD)
-    if group.dead.numel():
-        group.kv_xD.index_fill_(0, group.dead, 0.0)
-    scores_bPW = group.scores_bPW
-    torch.baddbmm(group.bias_bPW, group.q_bPD, group.k_bDW, alpha=scale, out=scores_bPW)
-    torch.softmax(scores_bPW, -1, out=scores_bPW)
-    (probs_bPw, v_bwD), *others = group.segments
-    torch.bmm(probs_bPw, v_bwD, out=group.out_bPD)
-    for probs_bPw, v_bwD in others:
-        group.out_bPD.baddbmm_(probs_bPw, v_bwD)
+    """Compute a group's packed outputs into its ``out_XPD``."""
+    rows = group.rows if rules.sinks_H is None else rows_with_sinks(group, rules.sinks_H)
+    scale = rules.scale if rules.soft_cap is None else rules.scale / rules.soft_cap
+    # Scaled here: some products would scale an operand, others their result.
+    torch.index_select(q_xD, 0, group.queries, out=group.q_xD).mul_(scale)
+    for run, logits_RGPnT in zip(group.runs, rows.logits, strict=True):
+        load(keys, run.gather)
+        for q_XPD, k_XDT, scores_XPT in run.products:
+            scores_XPT.baddbmm_(q_XPD, k_XDT, beta=0)
+        if rules.soft_cap is not None:
+            cap(run.scores_x, rules.soft_cap)
+        torch.add(run.scores_RGPnT, run.bias_R1PnT, out=logits_RGPnT)
+    torch.softmax(rows.logits_XPW, -1, out=rows.probs_XPW)
+    for run, tiles in zip(group.runs, rows.tiles, strict=True):
+        load(values, run.gather)
+        for out_XPD, probs_XPT, v_XTD, beta in tiles:
+            out_XPD.baddbmm_(probs_XPT, v_XTD, beta=beta)
 
 
 def paged_attention_cpu(
@@ -278,18 +188,37 @@ def paged_attention_cpu(
     k_cache_NGBD: torch.Tensor,
     v_cache_NGBD: torch.Tensor,
     plan: AttentionPlan,
-    scale: float,
+    rules: ScoreRules,
     out_THD: torch.Tensor,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attend on the CPU into ``out_THD``, fp32, as the filled ``plan`` says."""
+    """Attend on the CPU into ``out_THD``, fp32, as ``plan``, filled for the rules' window, says.
+
+    kv_scales: (k_scale_NGB, v_scale_NGB) of a quantised cache.
+    """
     num_tokens, num_heads, head_dim = q_THD.shape
-    block_shape = (-1, *k_cache_NGBD.shape[2:])
     query_stride = _query_stride(q_THD)
     if q_THD.stride() != (query_stride * head_dim, head_dim, 1):
         q_THD = q_THD.contiguous()
     q_xD = q_THD.as_strided(((num_tokens - 1) * query_stride + num_heads, head_dim), (head_dim, 1))
-    k_nBD, v_nBD = k_cache_NGBD.view(block_shape), v_cache_NGBD.view(block_shape)
-    for group in plan.groups:
-        attend_group(q_xD, k_nBD, v_nBD, group, scale)
-    torch.index_select(plan.packed_xD, 0, plan.outputs, out=out_THD.view(-1, head_dim))
+    unit = min(k_cache_NGBD.shape[2], TILE)
+    keys, values = (
+        _as_pool(cache, None if kv_scales is None else kv_scales[i], unit)
+        for i, cache in enumerate((k_cache_NGBD, v_cache_NGBD))
+    )
+    groups, packed_xD, outputs = plan.windows[rules.window]
+    for group in groups:
+        if group.is_serial:
+            with one_thread():
+                attend_group(q_xD, keys, values, group, rules)
+        else:
+            attend_group(q_xD, keys, values, group, rules)
+    torch.index_select(packed_xD, 0, outputs, out=out_THD.view(-1, head_dim))
     return out_THD
+
+
+def _as_pool(cache_NGBD: torch.Tensor, scale_NGB: torch.Tensor | None, unit: int) -> Pool:
+    stored_NBD = cache_NGBD.view(-1, unit, cache_NGBD.shape[3])
+    if scale_NGB is None:
+        return Pool(stored_NBD, None)
+    return Pool(stored_NBD.view(torch.int8), scale_NGB.view(-1, unit, 1))

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from pagedraft.kernels import paged_attention_cpu
 from pagedraft.kernels.dispatch import use_implementation
 from pagedraft.kernels.paged_attention import paged_attention, paged_attention_ref
+from pagedraft.kernels.paged_attention_plan import Geometry, cut_pieces, cut_runs, group_pieces
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
 from pagedraft.tests.inputs import PagedCase, paged_case, poisoned
 
@@ -178,10 +178,14 @@ def test_cpu_bits_do_not_depend_on_the_batch(seed, cpu_whole):
     assert_same_bits(attend(case), expected[position_T])
 
 
-def test_cpu_groups_bound_the_padding():
-    kv_lens = (8000, 8000, *[100] * 14)
-    starts = (0, 2000, *range(2001, 2016))
-    pieces = paged_attention_cpu.cut_pieces(starts, kv_lens)
-    groups = paged_attention_cpu.group_pieces(pieces, 64)
-    padded = sum(len(group) * max(p.kv_len for p in group) for group in groups)
-    assert padded <= 2 * sum(piece.kv_len for piece in pieces) + 64 * len(pieces)
+def test_groups_gather_no_tile_for_another_row():
+    geometry = Geometry(num_heads=3, query_stride=3, num_kv_heads=1, head_dim=64, block_size=64)
+    kv_lens, starts = [8000, 800, *[100] * 14], [0, 2000, *range(2001, 2016)]
+    pieces = cut_pieces(starts, kv_lens, None, geometry, (4, 192))
+    runs = [
+        run
+        for group in group_pieces(pieces, 1)
+        for run in cut_runs([piece.num_tiles for piece in group], 16)
+    ]
+    num_gathered = sum((run.end - run.first) * run.num_pieces for run in runs)
+    assert num_gathered == sum(piece.num_tiles for piece in pieces)
