@@ -93,7 +93,7 @@ class AttentionCode:
         unit, shape = self.launch.constants.get("UNIT"), self.shape
         if self.launch.constants.get("IS_PREFIX"):
             return KeyWalk(unit, 0, unit // shape.block_n, 0)
-        span = min(use.call.span, shape.num_queries)
+        span = min(use.call.span, shape.block_m // shape.group)
         return key_walk(use.call.context, span, shape.block_n, shape.window, unit)
 
     def trips(self, use: Use) -> Trips:

@@ -28,6 +28,7 @@ class Call:
 
     span, context: queries and context tokens of the longest row, where the op attends.
     min_kv_bytes: KV bytes a warp instruction that this call must reach on sm_90, if any.
+    targets: the targets that it can run on, all if empty.
     """
 
     op: str
@@ -36,6 +37,7 @@ class Call:
     span: int = 1
     context: int = 0
     min_kv_bytes: float | None = None
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,8 @@ def _vendor_of(backend: str) -> Iterator[None]:
 
 def _record_call(call: Call, targets: Mapping[str, GPUTarget]) -> list[Launch]:
     found: list[Launch] = []
+    if call.targets:
+        targets = {name: target for name, target in targets.items() if name in call.targets}
     for backend in sorted({target.backend for target in targets.values()}):
         group = {name: target for name, target in targets.items() if target.backend == backend}
         with _vendor_of(backend), launches_recorded(call, group, found):
@@ -176,7 +180,7 @@ def record_calls(
         except Exception as error:
             failed.append((call, f"{type(error).__name__}: {error}"))
             continue
-        if not found:
+        if not found and (not call.targets or set(call.targets) & set(targets)):
             failed.append((call, "launched no kernel"))
         for launch in found:
             first = distinct.setdefault(launch.key, launch)

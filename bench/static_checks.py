@@ -125,7 +125,7 @@ def _addresses(compiled: Compiled) -> Iterator[str]:
 def _masks(compiled: Compiled) -> Iterator[str]:
     if compiled.attention:
         for mask in constant_masks(compiled.ttir):
-            yield f"a load in a loop has a mask that always holds, expected none: {mask}"
+            yield f"keys or values are loaded under a mask that always holds, expected none: {mask}"
 
 
 def _kv_bytes(compiled: Compiled) -> Iterator[str]:

@@ -5,11 +5,11 @@ The count is a static one, for a warp that takes part in everything:
 - An instruction counts once for each time its block is entered, also where its predicate is off.
 - Code outside loops counts once, both sides of its branches included. Ways out (``EXIT``, ``BRA``
   out of a loop) are not taken early. Calls count as one instruction.
-- An attention loop (innermost, holds matrix products) runs as often as it has tiles; a loop around
-  one runs once in ``periods[0]`` tiles, the next one out once in ``periods[1]``.
-- A conditional region in such a loop counts as one more level: it is taken once in a period. One
-  of fewer than ``SMALL_REGION`` instructions counts each time (a store by some of the threads). Of
-  two large sides of one branch the smaller takes what the larger leaves.
+- An attention loop (innermost, holds matrix products) runs as often as it has tiles. What is done
+  less often has a level: a conditional region in such a loop, a region in that region, a loop
+  around it all. Level 1 runs once in ``periods[0]`` tiles, level 2 once in ``periods[1]``.
+- A region of fewer than ``SMALL_REGION`` instructions counts each time (a store by some of the
+  threads). Of two large sides of one branch the smaller takes what the larger leaves.
 - A loop before the first attention loop runs ``search`` times (the search for the program's row);
   other loops run once each time they are reached.
 """
@@ -85,12 +85,30 @@ class ProgramCount:
         inside = [n for n, inner in enumerate(self.attention) if inner.body <= loop.body]
         if not inside:
             return self._other_loop(loop, trips)
-        tiles = sum(trips.tiles[n] for n in inside)
-        level = max(self._distance(self.attention[n], loop) for n in inside)
+        level = self._level(loop)
         share = _share(level, trips)
         for arm in self.flow.arms(loop, block):
             share, level = self._arm_share(loop, arm, share, level, trips)
-        return tiles * share
+        return share * sum(trips.tiles[n] for n in inside)
+
+    def _level(self, loop: Loop) -> int:
+        """Level of the blocks of ``loop`` that lie on each iteration's way."""
+        if loop in self.attention:
+            return 0
+        inner = [
+            other
+            for other in self.flow.loops
+            if other.body < loop.body and any(a.body <= other.body for a in self.attention)
+        ]
+        return 1 + max(self._level(other) + self._depth(other) for other in inner)
+
+    def _depth(self, loop: Loop) -> int:
+        """The most large regions of ``loop`` that hold one another."""
+        return max(
+            sum(self._size(loop, arm) >= SMALL_REGION for arm in self.flow.arms(loop, block))
+            for block in loop.body
+            if self.flow.innermost(block) == loop
+        )
 
     def _arm_share(
         self, loop: Loop, arm: int, share: float, level: int, trips: Trips
@@ -107,13 +125,6 @@ class ProgramCount:
 
     def _size(self, loop: Loop, arm: int) -> int:
         return sum(len(self.flow.blocks[block]) for block in self.flow.region(loop, arm))
-
-    def _distance(self, inner: Loop, outer: Loop) -> int:
-        steps = 0
-        while inner != outer:
-            inner = self.flow.parent(inner)
-            steps += 1
-        return steps
 
     def _other_loop(self, loop: Loop, trips: Trips) -> float:
         parent = self.flow.parent(loop)

@@ -19,17 +19,17 @@ _CONSTANT = re.compile(r"dense<(\d+)>")
 _IS_32_BIT = re.compile(r": (?:tensor<[\dx]+xi32>|i32)$")
 _IS_32_BIT_LOAD = re.compile(r": (?:tensor<[\dx]+x!tt\.ptr<i32>>|!tt\.ptr<i32>)$")
 
+KV_POINTERS = ("%k_ptr", "%v_ptr")
 _RESHAPED_RANGE = ("tt.make_range", "tt.expand_dims", "tt.broadcast", "tt.splat")
 
 
 @dataclass
 class Value:
-    """One operation's result: the operation's name and text, its operands, loops around it."""
+    """One operation's result, or an argument: the operation's name and text, its operands."""
 
     operation: str
     text: str
     operands: list[Value] = field(default_factory=list)
-    depth: int = 0
 
     def sources(self) -> Iterator[Value]:
         """Yield this value and all that it is made of, each once; loads end the way."""
@@ -44,48 +44,40 @@ class Value:
                     pending.extend(value.operands)
 
 
-@dataclass
-class _Region:
-    """An open region: whether it is a loop's, and the values that its ``scf.yield`` feeds."""
-
-    is_loop: bool
-    fed: list[Value]
-
-
 class _Reader:
     def __init__(self) -> None:
         self.found: list[Value] = []
         self.names: dict[str, Value] = {}
-        self.regions: list[_Region] = []
+        self.regions: list[list[Value]] = []  # open ones: the values that their scf.yield feeds
 
     def read(self, line: str) -> None:
-        region = _Region(False, [])
+        fed: list[Value] = []
         if match := _LINE.match(line):
-            region = self.read_operation(match, line)
+            fed = self.read_operation(match, line)
         opened = line.count("{") - line.count("}")
-        self.regions += [region] * opened
+        self.regions += [fed] * opened
         del self.regions[len(self.regions) + min(opened, 0) :]
 
-    def read_operation(self, match: re.Match[str], line: str) -> _Region:
+    def read_operation(self, match: re.Match[str], line: str) -> list[Value]:
+        """Define what the line defines; return the values that the region it opens feeds."""
         operation, num = match["operation"], int(match["num"] or 1)
         operands = [self.value(name) for name in _VALUE.findall(line[match.end() :])]
-        depth = sum(region.is_loop for region in self.regions)
         if operation == "scf.yield":
-            fed = self.regions[-1].fed if self.regions else []
+            fed = self.regions[-1] if self.regions else []
             for value, operand in zip(fed, operands, strict=False):
                 value.operands.append(operand)
-            return _Region(False, [])
+            return []
         if operation not in ("scf.for", "scf.if"):
-            self.define(match["name"], [Value(operation, line, operands, depth)] * num)
-            return _Region(False, [])
+            self.define(match["name"], [Value(operation, line, operands)] * num)
+            return []
         carried = _CARRIED.search(line)
         pairs = _VALUE.findall(carried[1]) if carried else []
-        values = [Value(operation, line, depth=depth) for _ in range(num)]
+        values = [Value(operation, line) for _ in range(num)]
         for name, start, value in zip(pairs[::2], pairs[1::2], values, strict=False):
             value.operands.append(self.value(start))
             self.names[name] = value
         self.define(match["name"], values)
-        return _Region(operation == "scf.for", values)
+        return values
 
     def value(self, name: str) -> Value:
         """Return the latest value of that name; an argument's where none is defined."""
@@ -99,7 +91,7 @@ class _Reader:
 
 
 def read_values(ttir: str) -> list[Value]:
-    """Return the operations of a kernel in program order, a loop's once for each carried value.
+    """Return a kernel's operations in program order, a loop or branch once for each result.
 
     Raises ValueError for a text without any.
     """
@@ -112,10 +104,10 @@ def read_values(ttir: str) -> list[Value]:
 
 
 def narrow_products(ttir: str) -> list[str]:
-    """Return the 32-bit products of loaded integers in addresses of loads within loops."""
+    """Return the 32-bit products of loaded integers in the addresses of keys and values."""
     return _texts(
         value
-        for load in _loads_in_loops(ttir)
+        for load in _kv_loads(ttir)
         for value in load.operands[0].sources()
         if value.operation in ("arith.muli", "arith.shli")
         and _IS_32_BIT.search(value.text)
@@ -124,18 +116,30 @@ def narrow_products(ttir: str) -> list[str]:
 
 
 def constant_masks(ttir: str) -> list[str]:
-    """Return the comparisons in masks of loads within loops that always hold: range < its end."""
+    """Return the comparisons in masks of keys and values that always hold: range < its end."""
     return _texts(
         value
-        for load in _loads_in_loops(ttir)
+        for load in _kv_loads(ttir)
         for mask in load.operands[1:2]
         for value in mask.sources()
         if _always_holds(value)
     )
 
 
-def _loads_in_loops(ttir: str) -> list[Value]:
-    return [v for v in read_values(ttir) if v.operation == "tt.load" and v.depth]
+def _kv_loads(ttir: str) -> list[Value]:
+    """The loads through the kernel's pointers to keys and values, at least one of each."""
+    found = []
+    for name in KV_POINTERS:
+        loads = [
+            value
+            for value in read_values(ttir)
+            if value.operation == "tt.load"
+            and any(source.text == name for source in value.operands[0].sources())
+        ]
+        if not loads:
+            raise ValueError(f"ttir: expected a load through {name}, found none")
+        found += loads
+    return found
 
 
 def _texts(values: Iterable[Value]) -> list[str]:

@@ -84,6 +84,14 @@ CASES = {
         Trips((32,), (4, 16)),
         2 * 32 + 2 * 8 + 2 * 2 + 1,
     ),
+    "a loop around conditions runs once in the next period": (
+        (
+            *("section:", "FADD x3", "loop:", "@P1 BRA skip", LARGE, "skip:", "HMMA"),
+            *("@P0 BRA loop", "@P3 BRA end", "FMUL x16", "end:", "@P2 BRA section", "EXIT"),
+        ),
+        Trips((32,), (4, 16)),
+        3 * 32 + 16 * 8 + (3 + 1 + 16 + 1) * 2 + 1,
+    ),
     "a large condition is taken once a period": (
         ("loop:", "@P1 BRA skip", LARGE, "skip:", "HMMA", "@P0 BRA loop", "EXIT"),
         Trips((8,), (4,)),

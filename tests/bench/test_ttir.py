@@ -64,18 +64,20 @@ ADDRESSES = {
 }
 
 
-def kernel(body: str) -> str:
-    return "\n".join(["tt.func public @kernel(%t: !tt.ptr<i32>) {", LOOP, body, "}", "}"])
+def kernel(body: str, load: str) -> str:
+    """A kernel that loads keys and values in a loop, by ``load`` in the terms of ``body``."""
+    lines = body.splitlines()
+    at_end = lines[-1].strip().startswith("scf.yield")
+    loads = [load.replace("%k", "%k_ptr"), load.replace("%k", "%v_ptr")]
+    lines.insert(len(lines) - at_end, "\n".join(loads))
+    return "\n".join(["tt.func public @kernel(%t: !tt.ptr<i32>) {", LOOP, *lines, "}", "}"])
 
 
 @pytest.mark.parametrize("name", ADDRESSES)
 def test_narrow_products(name):
     body, is_found = ADDRESSES[name]
     load = "%p = tt.addptr %k, %o : !tt.ptr<bf16>, i32\n%x = tt.load %p : !tt.ptr<bf16>"
-    lines = body.splitlines()
-    at_end = lines[-1].strip().startswith("scf.yield")
-    lines.insert(len(lines) - at_end, load)
-    assert bool(narrow_products(kernel("\n".join(lines)))) == is_found
+    assert bool(narrow_products(kernel(body, load))) == is_found
 
 
 # Text of a mask %m over [128, 64], and whether it holds for all of a range's 128 numbers.
@@ -119,13 +121,30 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_constant_masks(name):
     mask, is_found = MASKS[name]
-    load = "%x = tt.load %p, %m, %zeros : tensor<128x64x!tt.ptr<bf16>>"
-    assert bool(constant_masks(kernel(f"{mask}\n{load}"))) == is_found
+    load = """%p = tt.addptr %k, %offsets : tensor<128x64x!tt.ptr<bf16>>, tensor<128x64xi32>
+        %x = tt.load %p, %m, %zeros : tensor<128x64x!tt.ptr<bf16>>"""
+    assert bool(constant_masks(kernel(mask, load))) == is_found
 
 
-def test_loads_outside_loops_are_not_judged():
-    mask, _ = MASKS["all of D"]
-    assert not constant_masks(f"{mask}\n%x = tt.load %p, %m, %zeros : tensor<128x!tt.ptr<bf16>>")
+OTHER_LOADS = """%c = arith.constant dense<128> : tensor<128xi32>
+%r = tt.make_range {end = 128 : i32, start = 0 : i32} : tensor<128xi32>
+%m = arith.cmpi slt, %r, %c : tensor<128xi32>
+%b = tt.load %t : !tt.ptr<i32>
+%o = arith.muli %b, %c4096 : i32
+%p = tt.addptr %q_ptr, %o : !tt.ptr<bf16>, i32
+%q = tt.load %p, %m, %zeros : tensor<128x!tt.ptr<bf16>>
+"""
+
+
+@pytest.mark.parametrize("check", [narrow_products, constant_masks])
+def test_other_loads_are_not_judged(check):
+    assert not check(OTHER_LOADS + "%k = tt.load %k_ptr : bf16\n%v = tt.load %v_ptr : bf16")
+
+
+@pytest.mark.parametrize("check", [narrow_products, constant_masks])
+def test_keys_and_values_must_be_found(check):
+    with pytest.raises(ValueError, match="expected a load through %v_ptr"):
+        check(OTHER_LOADS + "%k = tt.load %k_ptr : bf16")
 
 
 def test_other_text_raises():

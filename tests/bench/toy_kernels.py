@@ -69,7 +69,8 @@ class ToyShape:
     segment: int = 256
     section: int = 2048
     is_one_tile: bool = True
-    num_queries: int = 4
+    block_m: int = 16
+    group: int = 4
     # What is wrong with it: a word of FAULTS or nothing.
     fault: str = ""
 
