@@ -1,49 +1,53 @@
 """Causal attention of query spans over a paged KV cache: prefill, decode and verify in one op.
 
-Shapes: q_THD [T, H, D] fp32, fp16 or bf16; k_cache_NGBD, v_cache_NGBD [N, G, B, D]
-    contiguous, same dtype, H a multiple of G, D a multiple of 8 up to 256, B a power of two from
-    8 to 128; block_table_RM, query_starts_R1, kv_lens_R int32. Row r owns queries
-    query_starts[r] to query_starts[r + 1], the last of its kv_lens[r] context tokens. Slots past a
-    row's context and table entries past its blocks may hold anything and are not read.
+Shapes: q_THD [T, H, D] fp32, fp16 or bf16; k_cache_NGBD, v_cache_NGBD [N, G, B, D] contiguous, of
+    the same dtype, or int8 or fp8 (e4m3) with one factor a token and KV head in k_scale_NGB,
+    v_scale_NGB [N, G, B] fp32; H a multiple of G, D a multiple of 8 up to 256, B a power of two
+    from 8 to 128; block_table_RM, query_starts_R1, kv_lens_R int32; sinks_H [H] fp32. Row r owns
+    queries query_starts[r] to query_starts[r + 1], the last of its kv_lens[r] context tokens. Slots
+    outside a row's context or wholly left of its window, and their table entries, may hold anything
+    and are not read.
 Returns: out_THD; zeros for rows without context and for tokens past query_starts[R].
-Units: lengths in tokens; block table in blocks; max_query_len and max_kv_len are upper bounds of
-    any row and set grids only.
-Cost: (2 T H D + sum_r 2 kv_lens[r] G D) * itemsize bytes; 4 H D flops for each visible (query, key)
-    pair. Bandwidth-bound below about 200 query heads a KV head.
-Grid: a program owns one KV head and the queries of one row that fill a tile when packed with their
-    H / G heads; split, it owns one segment of the keys, and a second launch merges the segments.
-    A row's tiles are found by search in query_starts, so that the grid grows with T / tile + R and
-    not with R * longest span; where one tile holds every row, the program id is the row.
-Source: Dao, FlashAttention-2, arXiv 2307.08691; Kwon et al., PagedAttention, arXiv 2309.06180.
+Units: lengths and window in tokens; block table in blocks; max_query_len and max_kv_len are upper
+    bounds of any row and set grids only.
+Cost: 2 T H D itemsize + 2 sum_r keys[r] G (D kv_itemsize + scale_itemsize) bytes; 4 H D flops for
+    each visible (query, key) pair. Bandwidth-bound below about 200 query heads a KV head.
+Grid: a program owns one KV head and the queries of one row that fill its tiles when packed with
+    their H / G heads; split, it owns some segments or sections of the keys, and a second launch
+    merges these. A row's tiles are found by search in query_starts, so that the grid grows with
+    T / tile + R and not with R * longest span; where one program holds a row, its id is the row.
+Source: Dao, FlashAttention-2, arXiv 2307.08691; Kwon et al., PagedAttention, arXiv 2309.06180;
+    sinks: Xiao et al., arXiv 2309.17453, in gpt-oss's form; shared prefixes: Juravsky et al.,
+    Hydragen, arXiv 2402.05099.
 
-Exactness: keys are cut at absolute multiples of SEGMENT; each segment is reduced on its own, and
-segments are merged in order, in one program or in ``combine_kernel``, by the same helper. Nothing
-else that a launch chooses enters a query's sums: fully hidden tiles and segments change no bit.
+Exactness: every query's keys are reduced in one fixed tree (paged_attention_launch.py), whose cuts
+are absolute positions. Nothing else that a launch chooses enters a query's sums: hidden tiles,
+segments and sections change no bit, and so neither do span, batch, chunk, split, bounds or a shared
+prefix. Block sizes give the same bits too: what a tile loads does not depend on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
-import triton
 from einops import rearrange
 
 from pagedraft.kernels.check import check_contiguous, check_dtype, check_shape
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.paged_attention_cpu import AttentionPlan, fill_plan, paged_attention_cpu
-from pagedraft.kernels.paged_attention_triton import (
-    combine_kernel,
-    paged_attention_kernel,
-    paged_segments_kernel,
+from pagedraft.kernels.paged_attention_launch import (
+    KVPool,
+    PagedRows,
+    SharedPrefixes,
+    launch,
 )
-from pagedraft.kernels.score_rules import ScoreRules
+from pagedraft.kernels.score_rules import ScoreRules, check_rules
 
-SEGMENT = 256  # keys reduced on their own; enters every query's bits
-LOG2_E = 1.4426950408889634
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
 def paged_attention_ref(
@@ -100,155 +104,56 @@ def paged_attention_ref(
     return out_THD
 
 
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Tile of one program: BLOCK_M packed query rows x BLOCK_N keys."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-@lru_cache(maxsize=64)
-def attention_config(
-    group: int, head_dim: int, element_size: int, max_query_len: int, is_hip: bool
-) -> AttentionConfig:
-    """Return the tile; block_n never depends on the span (exactness).
-
-    No tile compiles to HGMMA, whose sums may differ from HMMA's: on sm_90 that takes 64 rows and a
-    multiple of 4 warps, so a tile of 64 rows or more has 2. Keys and values of a tile take at most
-    32 KB; five stages hold two such tiles, because the block table's load is a stage of its own.
-    Shared memory stays under 99 KB (sm_86), on AMD under 64 KB. fp32 products run without tensor
-    cores and spill in larger tiles. Thresholds follow from offline compiles, not from a GPU run.
-    """
-    is_fp32 = element_size == 4
-    block_m = 16 if is_fp32 or group * max_query_len <= 16 else 32
-    block_m = max(block_m, triton.next_power_of_2(group))
-    key_bytes = triton.next_power_of_2(head_dim) * element_size
-    block_n = max(16, min(32 if is_fp32 else 64, 2**14 // key_bytes))
-    return AttentionConfig(
-        block_m=block_m,
-        block_n=block_n,
-        num_warps=4 if block_m <= 32 else 2,
-        num_stages=2 if is_hip else 3 if is_fp32 else 5,
-    )
-
-
-# Programs that one launch should have: four on each of the 132 multiprocessors of an H200.
-TARGET_PROGRAMS = 528
-
-
-def launch(
-    q_THD: torch.Tensor,
-    k_cache_NGBD: torch.Tensor,
-    v_cache_NGBD: torch.Tensor,
-    block_table_RM: torch.Tensor,
-    query_starts_R1: torch.Tensor,
-    kv_lens_R: torch.Tensor,
-    max_query_len: int,
-    max_kv_len: int,
-    scale: float,
-    out_THD: torch.Tensor,
-    segments_per_program: int | None = None,
-) -> torch.Tensor:
-    """Run the kernels into ``out_THD``.
-
-    segments_per_program: chosen from the sizes unless given; from all segments on, one launch
-    walks them and merges on the way.
-    """
-    num_tokens, num_heads, head_dim = q_THD.shape
-    _, num_kv_heads, block_size, _ = k_cache_NGBD.shape
-    num_rows = kv_lens_R.shape[0]
-    group = num_heads // num_kv_heads
-    is_hip = torch.version.hip is not None
-    config = attention_config(group, head_dim, q_THD.element_size(), max_query_len, is_hip)
-    queries = config.block_m // group
-    is_one_tile = max_query_len <= queries
-    num_tiles = num_rows if is_one_tile else num_tokens // queries + num_rows
-    num_segments = triton.cdiv(max_kv_len, SEGMENT)
-    if segments_per_program is None:
-        num_pieces = max(1, TARGET_PROGRAMS // (num_tiles * num_kv_heads))
-        segments_per_program = triton.cdiv(num_segments, num_pieces)
-    block_d = triton.next_power_of_2(head_dim)
-    inputs = (q_THD.contiguous(), k_cache_NGBD, v_cache_NGBD)
-    rows = (block_table_RM, query_starts_R1, kv_lens_R, num_rows)
-    common = {
-        "stride_table": block_table_RM.stride(0),
-        "scale": scale * LOG2_E,
-        "GROUP": group,
-        "NUM_KV_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_SIZE": block_size,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_D": block_d,
-        "SEGMENT": SEGMENT,
-        "IS_ONE_TILE": is_one_tile,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "enable_fp_fusion": False,  # both ways must round alike
-        **({"matrix_instr_nonkdim": 16} if is_hip else {}),  # one MFMA shape for every tile
-    }
-    if segments_per_program >= num_segments:
-        grid = (num_tiles, num_kv_heads)
-        paged_attention_kernel[grid](*inputs, out_THD, *rows, num_tokens, **common)
-        return out_THD
-    shape = (num_tokens, num_heads, num_segments)
-    acc = torch.empty(*shape, head_dim, dtype=torch.float32, device=q_THD.device)
-    stats = torch.empty(*shape, 2, dtype=torch.float32, device=q_THD.device)
-    grid = (num_tiles, num_kv_heads, triton.cdiv(num_segments, segments_per_program))
-    sizes = (num_segments, segments_per_program)
-    paged_segments_kernel[grid](*inputs, acc, stats, *rows, *sizes, **common)
-    combine_kernel[num_tokens, num_heads](
-        *(acc, stats, out_THD, query_starts_R1, kv_lens_R, num_rows, num_segments),
-        *(scale * LOG2_E, num_heads, head_dim, block_d, SEGMENT),
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
-    return out_THD
-
-
-def _check(
-    q_THD: torch.Tensor,
-    k_cache_NGBD: torch.Tensor,
-    v_cache_NGBD: torch.Tensor,
-    block_table_RM: torch.Tensor,
-    query_starts_R1: torch.Tensor,
-    kv_lens_R: torch.Tensor,
-    out_THD: torch.Tensor,
-) -> None:
-    """Raise on bad arguments; cheap comparisons first, for this runs once a layer."""
-    check_dtype("q_THD", q_THD, torch.float32, torch.float16, torch.bfloat16)
-    if q_THD.ndim != 3:
-        check_shape("q_THD", q_THD, (None, None, None))
-    for name, cache in (("k_cache_NGBD", k_cache_NGBD), ("v_cache_NGBD", v_cache_NGBD)):
-        check_dtype(name, cache, q_THD.dtype)
-        if cache.ndim != 4 or cache.shape != k_cache_NGBD.shape:
-            check_shape(name, cache, (*k_cache_NGBD.shape[:3], q_THD.shape[-1]))
+def _check_pool(q_THD: torch.Tensor, pool: KVPool) -> None:
+    """Raise on a bad pool; cheap comparisons first, for this runs once a layer."""
+    scales = (pool.k_scale_NGB, pool.v_scale_NGB)
+    is_quantized = pool.k_NGBD.dtype in QUANTIZED
+    for name, cache in (("k_cache_NGBD", pool.k_NGBD), ("v_cache_NGBD", pool.v_NGBD)):
+        check_dtype(name, cache, *((pool.k_NGBD.dtype,) if is_quantized else (q_THD.dtype,)))
+        if cache.ndim != 4 or cache.shape != pool.k_NGBD.shape:
+            check_shape(name, cache, (*pool.k_NGBD.shape[:3], q_THD.shape[-1]))
         check_contiguous(name, cache)
+    for name, scale in zip(("k_scale_NGB", "v_scale_NGB"), scales, strict=True):
+        if (scale is not None) != is_quantized:
+            wanted = "a tensor" if is_quantized else "None"
+            raise ValueError(f"{name}: expected {wanted} with a {pool.k_NGBD.dtype} cache")
+        if scale is not None:
+            check_shape(name, scale, tuple(pool.k_NGBD.shape[:3]))
+            check_dtype(name, scale, torch.float32)
+            check_contiguous(name, scale)
     num_heads, head_dim = q_THD.shape[1:]
-    _, num_kv_heads, block_size, _ = k_cache_NGBD.shape
-    if block_size not in (8, 16, 32, 64, 128):
+    _, num_kv_heads, block_size, cache_dim = pool.k_NGBD.shape
+    if block_size not in BLOCK_SIZES:
         raise ValueError(f"k_cache_NGBD: expected blocks of 8 to 128 tokens, got {block_size}")
-    if head_dim % 8 or not 8 <= head_dim <= 256 or head_dim != k_cache_NGBD.shape[3]:
+    if head_dim % 8 or not 8 <= head_dim <= 256 or head_dim != cache_dim:
         raise ValueError(
             f"q_THD: expected a head dim of the cache, a multiple of 8 up to 256, got {head_dim}"
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"q_THD: expected a multiple of {num_kv_heads} heads, got {num_heads}")
+
+
+def _check(
+    q_THD: torch.Tensor, pool: KVPool, rows: PagedRows, rules: ScoreRules, out_THD: torch.Tensor
+) -> None:
+    """Raise on bad arguments."""
+    check_dtype("q_THD", q_THD, *FLOATS)
+    if q_THD.ndim != 3:
+        check_shape("q_THD", q_THD, (None, None, None))
+    _check_pool(q_THD, pool)
+    check_rules(rules, q_THD.shape[1])
     if out_THD.shape != q_THD.shape or out_THD.dtype != q_THD.dtype:
         raise ValueError(
             f"out: expected {tuple(q_THD.shape)} {q_THD.dtype}, "
             f"got {tuple(out_THD.shape)} {out_THD.dtype}"
         )
     check_contiguous("out", out_THD)
-    num_rows = kv_lens_R.shape[0]
-    check_dtype("kv_lens_R", kv_lens_R, torch.int32)
-    check_dtype("query_starts_R1", query_starts_R1, torch.int32)
-    check_dtype("block_table_RM", block_table_RM, torch.int32)
-    check_shape("query_starts_R1", query_starts_R1, (num_rows + 1,))
-    check_shape("block_table_RM", block_table_RM, (num_rows, None))
+    num_rows = rows.kv_lens_R.shape[0]
+    check_dtype("kv_lens_R", rows.kv_lens_R, torch.int32)
+    check_dtype("query_starts_R1", rows.query_starts_R1, torch.int32)
+    check_dtype("block_table_RM", rows.block_table_RM, torch.int32)
+    check_shape("query_starts_R1", rows.query_starts_R1, (num_rows + 1,))
+    check_shape("block_table_RM", rows.block_table_RM, (num_rows, None))
 
 
 def paged_attention(
@@ -262,32 +167,44 @@ def paged_attention(
     max_query_len: int,
     max_kv_len: int,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+    k_scale_NGB: torch.Tensor | None = None,
+    v_scale_NGB: torch.Tensor | None = None,
+    shared: SharedPrefixes | None = None,
     out: torch.Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> torch.Tensor:
     """Attend; see the module docstring. ``scale`` defaults to D^-0.5; ``out`` may be given.
 
+    window, soft_cap, sinks_H: see ScoreRules.
+    shared: leading blocks that rows have in common, so that the kernels may read them once.
     plan: an empty AttentionPlan a step, which the layers of the step share: the first one fills it
     and the others leave out what it knows, argument checks included. Only the CPU path uses it.
     """
     if out is None:
         out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
-    rules = ScoreRules(scale)
-    if plan is not None and plan.has(rules.window):
-        return paged_attention_cpu(q_THD, k_cache_NGBD, v_cache_NGBD, plan, rules, out)
+    rules = ScoreRules(scale, window, soft_cap, sinks_H)
+    kv_scales = None if k_scale_NGB is None else (k_scale_NGB, v_scale_NGB)
+    if plan is not None and plan.has(window):
+        return paged_attention_cpu(q_THD, k_cache_NGBD, v_cache_NGBD, plan, rules, out, kv_scales)
+    pool = KVPool(k_cache_NGBD, v_cache_NGBD, k_scale_NGB, v_scale_NGB)
+    rows = PagedRows(block_table_RM, query_starts_R1, kv_lens_R, max_query_len, max_kv_len)
     args = (q_THD, k_cache_NGBD, v_cache_NGBD, block_table_RM, query_starts_R1, kv_lens_R)
-    _check(*args, out)
+    _check(q_THD, pool, rows, rules, out)
     if q_THD.numel() == 0 or kv_lens_R.numel() == 0:
         return out.zero_()
     has_cpu = q_THD.dtype == torch.float32
     choice = implementation("paged_attention", q_THD.device, has_cpu=has_cpu)
     if choice == "cpu":
-        plan = fill_plan(plan or AttentionPlan(), *args, rules.window)
-        return paged_attention_cpu(q_THD, k_cache_NGBD, v_cache_NGBD, plan, rules, out)
+        plan = fill_plan(plan or AttentionPlan(), *args, window)
+        return paged_attention_cpu(q_THD, k_cache_NGBD, v_cache_NGBD, plan, rules, out, kv_scales)
     if choice == "ref":
-        return out.copy_(paged_attention_ref(*args, scale))
-    return launch(q_THD.contiguous(), *args[1:], max_query_len, max_kv_len, scale, out)
+        kwargs = {"k_scale_NGB": k_scale_NGB, "v_scale_NGB": v_scale_NGB, **rules._asdict()}
+        return out.copy_(paged_attention_ref(*args, **kwargs))
+    return launch(q_THD.contiguous(), pool, rows, rules, out, shared)
 
 
 def paged_attention_cost(
@@ -297,11 +214,31 @@ def paged_attention_cost(
     num_kv_heads: int,
     head_dim: int,
     itemsize: int,
+    *,
+    kv_itemsize: int | None = None,
+    scale_itemsize: int = 0,
+    window: int | None = None,
 ) -> Cost:
-    """Lower bound of one call; row r has query_lens[r] queries, kv_lens[r] context tokens."""
-    rows = list(zip(query_lens, kv_lens, strict=True))
-    num_elements = 2 * sum(query_lens) * num_heads + 2 * sum(kv_lens) * num_kv_heads
-    num_pairs = sum(span * kv_len - span * (span - 1) // 2 for span, kv_len in rows)
+    """Lower bound of one call; row r has query_lens[r] queries, kv_lens[r] context tokens.
+
+    kv_itemsize: bytes of a cache element (itemsize unless given); scale_itemsize: of the factor of
+    a quantised cache's token and head. Tables and lengths are not counted.
+    """
+    kv_itemsize = itemsize if kv_itemsize is None else kv_itemsize
+    num_keys = num_pairs = 0
+    for span, kv_len in zip(query_lens, kv_lens, strict=True):
+        if not span or not kv_len:
+            continue
+        # The query at position p sees min(p + 1, window) keys.
+        limit = kv_len if window is None else min(window, kv_len)
+        num_growing = max(0, min(limit, kv_len) - (kv_len - span) - 1)
+        num_growing = min(span, num_growing)
+        first = kv_len - span + 1
+        num_pairs += num_growing * first + num_growing * (num_growing - 1) // 2
+        num_pairs += (span - num_growing) * limit
+        num_keys += min(kv_len, limit + span - 1)
+    kv_bytes = 2 * num_keys * num_kv_heads * (head_dim * kv_itemsize + scale_itemsize)
     return Cost(
-        bytes=num_elements * head_dim * itemsize, flops=4 * num_heads * head_dim * num_pairs
+        bytes=2 * sum(query_lens) * num_heads * head_dim * itemsize + kv_bytes,
+        flops=4 * num_heads * head_dim * num_pairs,
     )

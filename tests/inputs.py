@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pagedraft.kernels.kv_quant import quantize_kv
+
 POISON = 0xFF
 NUM_GUARD_ELEMENTS = 256
 CPU = torch.device("cpu")
@@ -103,6 +105,8 @@ class PagedCase:
     max_query_len: int
     max_kv_len: int
     guards: tuple[Guarded, ...]
+    k_scale_NGB: torch.Tensor | None = None
+    v_scale_NGB: torch.Tensor | None = None
 
     def slots(self, row: int) -> torch.Tensor:
         """Physical slots (int64) of the row's context tokens, in order."""
@@ -151,11 +155,13 @@ def paged_case(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     padding_tokens: int = 0,
+    kv_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> PagedCase:
     """Build a case from each row's number of queries and of context tokens (queries included).
 
-    ``padding_tokens`` poisoned queries follow those of the last row.
+    ``padding_tokens`` poisoned queries follow those of the last row. ``kv_dtype``: int8 or fp8 of a
+    quantised cache.
     """
     starts = [0]
     for span in query_spans:
@@ -164,7 +170,9 @@ def paged_case(
     q_THD = poisoned(starts[-1] + padding_tokens, num_heads, head_dim, dtype=dtype, device=device)
     q_THD[: starts[-1]] = randn(starts[-1], num_heads, head_dim, dtype=dtype, seed=seed).to(device)
     pool_shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    k_pool, v_pool = (Guarded(*pool_shape, dtype=dtype, device=device) for _ in range(2))
+    pool_dtype = kv_dtype or dtype
+    k_pool, v_pool = (Guarded(*pool_shape, dtype=pool_dtype, device=device) for _ in range(2))
+    scales = [Guarded(*pool_shape[:3], device=device) for _ in range(2)] if kv_dtype else []
     case = PagedCase(
         q_THD=q_THD,
         k_cache_NGBD=k_pool.tensor,
@@ -174,12 +182,17 @@ def paged_case(
         kv_lens_R=torch.tensor(list(kv_lens), dtype=torch.int32, device=device),
         max_query_len=max([0, *query_spans]),
         max_kv_len=max([0, *kv_lens]),
-        guards=(k_pool, v_pool),
+        guards=(k_pool, v_pool, *scales),
+        k_scale_NGB=scales[0].tensor if scales else None,
+        v_scale_NGB=scales[1].tensor if scales else None,
     )
     for row, kv_len in enumerate(kv_lens):
         slot_S = case.slots(row)
         index = (slot_S // block_size, slice(None), slot_S % block_size)
         shape = (kv_len, num_kv_heads, head_dim)
-        k_pool.tensor[index] = randn(*shape, dtype=dtype, seed=seed + 2 * row + 1).to(device)
-        v_pool.tensor[index] = randn(*shape, dtype=dtype, seed=seed + 2 * row + 2).to(device)
+        for is_value, pool in enumerate((k_pool, v_pool)):
+            x_SGD = randn(*shape, dtype=dtype, seed=seed + 2 * row + 1 + is_value).to(device)
+            if kv_dtype:
+                x_SGD, scales[is_value].tensor[index] = quantize_kv(x_SGD, kv_dtype)
+            pool.tensor[index] = x_SGD
     return case

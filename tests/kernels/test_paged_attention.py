@@ -8,15 +8,10 @@ import pytest
 import torch
 
 from pagedraft.kernels.dispatch import use_implementation
-from pagedraft.kernels.paged_attention import (
-    attention_config,
-    launch,
-    paged_attention,
-    paged_attention_cost,
-    paged_attention_ref,
-)
-from pagedraft.tests.compare import assert_no_worse, assert_same_bits
+from pagedraft.kernels.paged_attention import paged_attention, paged_attention_ref
+from pagedraft.tests.compare import assert_same_bits
 from pagedraft.tests.inputs import PagedCase, paged_case, poisoned
+from pagedraft.tests.kernels.attention import arguments, attend, check, sinks
 
 # NumPy warns where the interpreter meets NaN: a tile read keys that nobody wrote.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -37,10 +32,19 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "group_of_1": ([2], [20], {"num_heads": 2}),
     "group_of_3": ([7], [20], {"num_heads": 6}),
     "group_of_5": ([4], [20], {"num_heads": 10}),
+    "group_of_7": ([5], [20], {"num_heads": 14}),
+    "group_of_12": ([3], [20], {"num_heads": 12, "num_kv_heads": 1}),
+    "group_of_16": ([2], [20], {"num_heads": 16, "num_kv_heads": 1}),
     "group_over_a_tile": ([2], [20], {"num_heads": 40, "num_kv_heads": 1}),
     "head_dim_40": ([3], [70], {"head_dim": 40}),
     "head_dim_96": ([1], [70], {"head_dim": 96, "block_size": 64}),
     "head_dim_8": ([1], [5], {"head_dim": 8}),
+    "head_dim_16": ([2], [20], {"head_dim": 16}),
+    "head_dim_72": ([1], [20], {"head_dim": 72}),
+    "head_dim_80": ([3], [70], {"head_dim": 80, "block_size": 64, "dtype": FP16}),
+    "head_dim_112": ([1], [20], {"head_dim": 112}),
+    "head_dim_200": ([1], [20], {"head_dim": 200, "num_kv_heads": 1}),
+    "head_dim_256": ([2], [20], {"head_dim": 256, "num_kv_heads": 1}),
     "prompt": ([40], [40], {}),
     "chunk_of_a_prompt": ([20], [90], {"block_size": 64}),
     "spans_mixed": ([1, 5, 11, 1], [300, 70, 11, 1], {"num_kv_heads": 1, "num_heads": 3}),
@@ -52,60 +56,52 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "fp16_prompt": ([20], [70], {"dtype": FP16, "block_size": 64, "head_dim": 64}),
     "bf16": ([3, 1], [70, 5], {"dtype": BF16, "block_size": 64}),
 }
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+ONE_HEAD = {"num_heads": 2, "num_kv_heads": 1}
+# name: (query spans, context lengths, other sizes, rules; sinks: True stands for a sinks_H)
+RULES: dict[str, tuple[list[int], list[int], dict[str, Any], dict[str, Any]]] = {
+    "window_of_1": ([3, 1], [70, 9], {}, {"window": 1}),
+    "window_in_a_tile": ([1], [70], {"block_size": 64}, {"window": 5}),
+    "window_begins_a_tile": ([1], [96], {"block_size": 64}, {"window": 32}),
+    "window_begins_before_a_tile": ([1], [96], {"block_size": 64}, {"window": 33}),
+    "window_over_segments": ([3, 1], [700, 300], ONE_HEAD, {"window": 400}),
+    "window_over_the_context": ([3, 1], [70, 9], {}, {"window": 1000}),
+    "window_moves_through_a_prompt": ([40], [70], {"block_size": 16}, {"window": 20}),
+    "window_of_a_wide_tile": ([40], [300], {"dtype": FP16, **ONE_HEAD}, {"window": 50}),
+    "window_with_small_blocks": ([2], [100], {"block_size": 8}, {"window": 30}),
+    "soft_cap": ([3, 1], [70, 9], {}, {"soft_cap": 1.5}),
+    "soft_cap_far_above_the_scores": ([3, 1], [70, 9], {}, {"soft_cap": 500.0}),
+    "soft_cap_far_below_the_scores": ([3, 1], [70, 9], {}, {"soft_cap": 0.5, "scale": 100.0}),
+    "soft_cap_bf16": ([3, 1], [70, 9], {"dtype": BF16}, {"soft_cap": 30.0}),
+    "sinks": ([3, 1], [70, 9], {}, {"sinks": True}),
+    "sinks_of_a_row_without_context": ([3, 1], [70, 0], {}, {"sinks": True}),
+    "sinks_of_segments": ([3], [600], ONE_HEAD, {"sinks": True}),
+    "sinks_fp16": ([3, 1], [70, 9], {"dtype": FP16, "num_heads": 6}, {"sinks": True}),
+    "int8": ([3, 1], [70, 9], {"kv_dtype": INT8}, {}),
+    "int8_fp16": ([3, 20], [70, 30], {"kv_dtype": INT8, "dtype": FP16, "block_size": 64}, {}),
+    "int8_bf16": ([3, 1], [70, 9], {"kv_dtype": INT8, "dtype": BF16, "head_dim": 40}, {}),
+    "int8_small_blocks": ([3], [70], {"kv_dtype": INT8, "block_size": 8}, {}),
+    "fp8": ([3, 1], [70, 9], {"kv_dtype": FP8}, {}),
+    "fp8_bf16": ([3, 1], [70, 9], {"kv_dtype": FP8, "dtype": BF16, "block_size": 64}, {}),
+    "all": (
+        *([5, 1], [600, 9], {"kv_dtype": INT8, "dtype": FP16, **ONE_HEAD}),
+        {"window": 300, "soft_cap": 2.0, "sinks": True},
+    ),
+}
 
 
-def arguments(case: PagedCase) -> tuple[torch.Tensor, ...]:
-    return (
-        *(case.q_THD, case.k_cache_NGBD, case.v_cache_NGBD),
-        *(case.block_table_RM, case.query_starts_R1, case.kv_lens_R),
-    )
+def with_sinks(rules: dict[str, Any], num_heads: int, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of paged_attention."""
+    others = {name: value for name, value in rules.items() if name != "sinks"}
+    return others | ({"sinks_H": sinks(num_heads, device)} if "sinks" in rules else {})
 
 
-def attend(case: PagedCase, **options: Any) -> torch.Tensor:
-    out = poisoned(*case.q_THD.shape, dtype=case.q_THD.dtype, device=case.q_THD.device)
-    bounds = {"max_query_len": case.max_query_len, "max_kv_len": case.max_kv_len}
-    result = paged_attention(*arguments(case), **{**bounds, "out": out, **options})
-    case.assert_guards()
-    return result
-
-
-def attend_in_pieces(case: PagedCase, segments_per_program: int) -> torch.Tensor:
-    out = poisoned(*case.q_THD.shape, dtype=case.q_THD.dtype, device=case.q_THD.device)
-    bounds = (case.max_query_len, case.max_kv_len, case.q_THD.shape[-1] ** -0.5)
-    return launch(*arguments(case), *bounds, out, segments_per_program)
-
-
-def exact(case: PagedCase) -> torch.Tensor:
-    wide = [t.double() if t.is_floating_point() else t for t in arguments(case)]
-    return paged_attention_ref(*wide)
-
-
-def check(case: PagedCase, out_THD: torch.Tensor, factor: float = 2.0) -> None:
-    same_dtype = paged_attention_ref(*arguments(case))
-    assert_no_worse(out_THD, exact=exact(case), same_dtype=same_dtype, factor=factor)
-
-
-def prefix_case(
-    spans: list[int], ends: list[int], context: int, **sizes: Any
-) -> tuple[PagedCase, torch.Tensor]:
-    """Rows whose contexts are prefixes of one context, and the positions of their queries."""
-    whole = paged_case([context], [context], **sizes)
-    device = whole.q_THD.device
-    position_T = torch.cat(
-        [torch.arange(end - span, end) for span, end in zip(spans, ends, strict=True)]
-    ).to(device)
-    case = PagedCase(
-        q_THD=whole.q_THD[position_T],
-        k_cache_NGBD=whole.k_cache_NGBD,
-        v_cache_NGBD=whole.v_cache_NGBD,
-        block_table_RM=whole.block_table_RM.expand(len(spans), -1),
-        query_starts_R1=torch.tensor([0, *spans]).cumsum(0).int().to(device),
-        kv_lens_R=torch.tensor(ends, dtype=torch.int32, device=device),
-        max_query_len=max(spans),
-        max_kv_len=max(ends),
-        guards=whole.guards,
-    )
-    return case, position_T
+@pytest.mark.parametrize("name", RULES)
+def test_rules(name, device):
+    spans, kv_lens, sizes, rules = RULES[name]
+    case = paged_case(spans, kv_lens, **sizes, device=device)
+    rules = with_sinks(rules, case.q_THD.shape[1], device)
+    check(case, attend(case, **rules), **rules)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -158,6 +154,64 @@ def test_spotlight(name, device):
     check(case, attend(case), SPOTLIGHT_FACTOR)
 
 
+# name: (span, context, planted position, window), seen by the query at ``query``
+WINDOW_SPOTLIGHTS = {
+    "oldest_key_in_a_tile": (1, 70, 50, 20, 69),
+    "oldest_key_opens_a_block": (1, 127, 64, 63, 126),
+    "oldest_key_closes_a_block": (1, 127, 63, 64, 126),
+    "oldest_key_of_the_second_query": (3, 300, 249, 50, 298),
+    "oldest_key_of_another_segment": (1, 300, 200, 100, 299),
+}
+
+
+def window_spotlight(name: str, device: torch.device, *, shift: int = 0) -> PagedCase:
+    """A planted key at the left end of a query's window, or ``shift`` keys to the right of it."""
+    span, context, position, _, query = WINDOW_SPOTLIGHTS[name]
+    case = paged_case([span], [context], block_size=64, device=device)
+    case.plant_key(0, position + shift, token=query - (context - span), head=3)
+    return case
+
+
+@pytest.mark.parametrize("shift", [0, -1], ids=["seen", "just_left_of_it"])
+@pytest.mark.parametrize("name", WINDOW_SPOTLIGHTS)
+def test_window_spotlight(name, shift, device):
+    case = window_spotlight(name, device, shift=shift)
+    window = WINDOW_SPOTLIGHTS[name][3]
+    check(case, attend(case, window=window), SPOTLIGHT_FACTOR, window=window)
+
+
+@pytest.mark.parametrize("off", [1, -1])
+def test_teeth_window_off_by_one(off):
+    name = "oldest_key_of_the_second_query"
+    case, window = (
+        window_spotlight(name, torch.device("cpu"), shift=min(0, -off)),
+        WINDOW_SPOTLIGHTS[name][3],
+    )
+    broken = paged_attention_ref(*arguments(case), window=window + off)
+    with pytest.raises(AssertionError, match="allowed"):
+        check(case, broken, SPOTLIGHT_FACTOR, window=window)
+
+
+def test_window_reads_nothing_left_of_it(device):
+    case = paged_case([3], [300], block_size=16, device=device)
+    table_RM = case.block_table_RM.clone()
+    blocks = table_RM[0, : (300 - 3 - 100 + 1) // 16].long()
+    table_RM[0, : len(blocks)] = 2**31 - 1
+    freed = PagedCase(**{**vars(case), "block_table_RM": table_RM})
+    expected = attend(case, window=100)
+    case.k_cache_NGBD[blocks] = case.v_cache_NGBD[blocks] = torch.nan
+    assert_same_bits(attend(freed, window=100), expected)
+
+
+def test_teeth_of_the_rules():
+    case = paged_case([3, 1], [70, 9])
+    sinks_H = sinks(4, torch.device("cpu"))
+    for_all = {"window": 60, "soft_cap": 1.5, "sinks_H": sinks_H}
+    check(case, paged_attention_ref(*arguments(case), **for_all), **for_all)
+    with pytest.raises(AssertionError, match="allowed"):
+        check(case, paged_attention_ref(*arguments(case)), **for_all)
+
+
 def test_teeth_without_the_newest_key():
     case = spotlight("newest_key", torch.device("cpu"))
     broken = paged_attention_ref(*arguments(case)[:-1], case.kv_lens_R - 1)
@@ -173,58 +227,6 @@ def test_teeth_keys_of_later_queries_are_seen():
     )
     with pytest.raises(AssertionError, match="allowed"):
         check(case, broken, SPOTLIGHT_FACTOR)
-
-
-# Launches whose queries are also in a launch of one row, 0 to 330: (spans, contexts).
-LAUNCHES = {
-    "one_query": ([1], [330]),
-    "one_query_before_a_segment": ([1], [256]),
-    "five_queries": ([5], [259]),
-    "two_tiles_of_queries": ([11], [262]),
-    "a_chunk": ([40], [300]),
-    "rows_beside_it": ([1, 5, 2, 30], [330, 65, 258, 30]),
-}
-LAUNCH_CONTEXT = 330
-LAUNCH_SIZES = {"block_size": 64, "num_heads": 4, "num_kv_heads": 1}
-
-
-@pytest.fixture(scope="module")
-def whole_out(device) -> torch.Tensor:
-    """All queries of the context in one launch that walks all keys."""
-    spans = [LAUNCH_CONTEXT]
-    return attend_in_pieces(
-        prefix_case(spans, spans, LAUNCH_CONTEXT, **LAUNCH_SIZES, device=device)[0], 2
-    )
-
-
-@pytest.mark.parametrize("segments_per_program", [1, 2])
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_bits_do_not_depend_on_the_launch(name, segments_per_program, whole_out, device):
-    case, position_T = prefix_case(*LAUNCHES[name], LAUNCH_CONTEXT, **LAUNCH_SIZES, device=device)
-    assert_same_bits(attend_in_pieces(case, segments_per_program), whole_out[position_T])
-
-
-@pytest.mark.parametrize("segments_per_program", [1, 2, 3])
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_bits_do_not_depend_on_the_split(segments_per_program, block_size, device):
-    sizes = {"num_heads": 2, "num_kv_heads": 1, "padding_tokens": 2, "device": device}
-    case = paged_case([1, 3, 1], [700, 513, 0], block_size=block_size, **sizes)
-    walked = attend_in_pieces(case, 1000)
-    check(case, walked)
-    assert_same_bits(attend_in_pieces(case, segments_per_program), walked)
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 32, 128])
-def test_bits_do_not_depend_on_the_block_size(block_size, device):
-    spans, kv_lens = [3, 1], [300, 70]
-    expected = attend(paged_case(spans, kv_lens, block_size=64, device=device))
-    out_THD = attend(paged_case(spans, kv_lens, block_size=block_size, device=device))
-    assert_same_bits(out_THD, expected)
-
-
-def test_bits_do_not_depend_on_the_bounds(device):
-    case = paged_case([3, 1], [70, 9], device=device)
-    assert_same_bits(attend(case, max_query_len=64, max_kv_len=1000), attend(case))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "cpu"])
@@ -291,6 +293,7 @@ BAD_ARGUMENTS: dict[str, tuple[int, Any, str]] = {
     "starts": (4, lambda s: s[:-1], r"query_starts_R1: expected shape \(3\), got \(2,\)"),
     "int64_lengths": (5, lambda n: n.long(), "kv_lens_R: expected dtype int32"),
     "table": (3, lambda t: t[:1], "block_table_RM: expected shape"),
+    "int8_without_scales": (1, lambda k: k.to(torch.int8), "v_cache_NGBD: expected dtype int8"),
 }
 
 
@@ -303,16 +306,26 @@ def test_bad_arguments(name):
         paged_attention(*args, max_query_len=4, max_kv_len=20)
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 32, 71])
-@pytest.mark.parametrize("element_size", [2, 4])
-def test_config_reduces_alike_for_every_span(group, element_size):
-    configs = [attention_config(group, 128, element_size, span, False) for span in (1, 5, 9, 512)]
-    assert len({config.block_n for config in configs}) == 1
-    assert all(group <= config.block_m for config in configs)
-    assert all(config.block_m < 64 or config.num_warps < 4 for config in configs), "HGMMA"
+BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "window": ({"window": 0}, "window: expected at least 1 token or None, got 0"),
+    "soft_cap": ({"soft_cap": -1.0}, "soft_cap: expected a positive number or None, got -1.0"),
+    "scale": ({"scale": 0.0}, "scale: expected a positive number, got 0.0"),
+    "sinks": ({"sinks_H": torch.zeros(3)}, r"sinks_H: expected shape \(4\), got \(3,\)"),
+    "sinks_dtype": ({"sinks_H": torch.zeros(4).half()}, "sinks_H: expected dtype float32"),
+    "scales": ({"k_scale_NGB": torch.zeros(1)}, "k_scale_NGB: expected None with a torch.float32"),
+    "out": ({"out": torch.zeros(8, 4, 16)}, "out: expected"),
+}
 
 
-def test_cost():
-    # 2 queries: 3 + 4 visible keys; 4 heads on 2, head dim 8, 2 bytes.
-    cost = paged_attention_cost([2], [4], 4, 2, 8, 2)
-    assert cost == ((2 * 2 * 4 + 2 * 4 * 2) * 8 * 2, 4 * 4 * 8 * 7)
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options(name):
+    options, error = BAD_OPTIONS[name]
+    case = paged_case([4, 4], [20, 5])
+    with pytest.raises((ValueError, TypeError), match=error):
+        paged_attention(*arguments(case), max_query_len=4, max_kv_len=20, **options)
+
+
+def test_quantised_pool_needs_its_factors():
+    case = paged_case([4], [20], kv_dtype=INT8)
+    with pytest.raises(ValueError, match="v_scale_NGB: expected a tensor with a torch.int8 cache"):
+        attend(case, v_scale_NGB=None)
