@@ -50,7 +50,7 @@ class Result:
 
 HEADERS = (
     *("kernel", "target", "case", "warps", "stages", "regs", "spill"),
-    *("shared", "loads", "mma", "instr", "KV B/instr", "verdict"),
+    *("shared", "loads", "mma", "instr", "verdict"),
 )
 
 
@@ -70,7 +70,6 @@ def _row(result: Result) -> list[str]:
         loads,
         " ".join(f"{name}:{n}" for name, n in code.mma.items()),
         str(code.instructions),
-        result.kv_bytes,
         _verdict(result),
     ]
 
@@ -104,14 +103,16 @@ def _attention_cell(result: Result | None) -> str:
 
 
 def print_results(title: str, results: list[Result]) -> None:
-    """Print a table, what failed (once for all targets and cases that share it) and the sums."""
-    if {result.op for result in results} == {"paged_attention"}:
-        targets = [name for name in SHARED_LIMITS if any(r.target == name for r in results)]
+    """Print tables, what failed (once for all targets and cases that share it) and the sums."""
+    attention = [result for result in results if result.op == "paged_attention"]
+    others = [result for result in results if result.op != "paged_attention"]
+    if others:
+        print_table(title, HEADERS, [_row(result) for result in others])
+    if attention:
+        targets = [name for name in SHARED_LIMITS if any(r.target == name for r in attention)]
         headers = ("kernel", "case", "warps", f"KV B/instr {FLOOR_TARGET}", *targets)
         note = "cells: registers, shared memory; ! failed"
-        print_table(f"{title}; {note}", headers, _attention_rows(results, targets))
-    else:
-        print_table(title, HEADERS, [_row(result) for result in results])
+        print_table(f"{title}; {note}", headers, _attention_rows(attention, targets))
     failures = [result for result in results if result.problem]
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for failure in failures:
