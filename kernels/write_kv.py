@@ -12,14 +12,14 @@ Returns: q_THD [T, H, D], rotated; on the CPU path a view of a wider buffer, wit
 Units: slots count tokens of the pool, positions count tokens of a request's context.
 Cost: T (2H + 2G) D * itemsize + T 2G D * itemsize of the cache + T (8R + 12) bytes, 8 T G more for
     scales; 6 T (H + G) R flops. Bandwidth-bound, at decode bound by the launch.
-Grid: a program owns one token and BLOCK_H of its H + 2G heads. It loads the other half of each
-    rotated pair by its address, a second time from L1: a shuffle between threads costs more.
+Grid: a program owns one token and BLOCK_H of its H + 2G heads. It loads the halves of rotated heads
+    a second time, swapped: they come from L1.
 Source: Su et al., RoFormer, arXiv 2104.09864, pairing column r with R + r as Llama does, or 2r with
     2r + 1 as the paper and GPT-J do (interleaved); norms of queries and keys: Henry et al., arXiv
     2010.04245, in Qwen3's RMS form.
 
 Exactness: products and sums are rounded one by one (no fused multiply-add) and divisions to
-nearest, so that what a cache stores is what the reference stores wherever the norm is.
+nearest, so that without norms the kernel's bits are the reference's.
 """
 
 from __future__ import annotations

@@ -9,6 +9,13 @@ from pagedraft.kernels.kv_quant import quantize_heads
 
 
 @triton.jit
+def _load_heads(head_ptrs, offs_d, mask_h, mask_d):
+    """Columns ``offs_d`` of heads that begin at ``head_ptrs``: [BLOCK_H, BLOCK_D] fp32."""
+    mask = mask_h[:, None] & mask_d[None, :]
+    return tl.load(head_ptrs[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _norm_heads(x, q_norm_ptr, k_norm_ptr, offs_d, mask_d, is_q, scale_H):
     """Heads [BLOCK_H, BLOCK_D] scaled and weighted; their columns are ``offs_d``."""
     q_weight_D = tl.load(q_norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
@@ -18,14 +25,21 @@ def _norm_heads(x, q_norm_ptr, k_norm_ptr, offs_d, mask_d, is_q, scale_H):
 
 
 @triton.jit
-def _rotate_halves(x, partner, cos_ptr, sin_ptr, offs_d, R: tl.constexpr):
-    """Rotate the pairs (r, R + r) of heads, given each column's partner."""
+def _rotate_halves(
+    y, head_ptrs, mask_h, is_q, norm_H, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, R: tl.constexpr
+):
+    """Rotate the pairs (r, R + r) of heads ``y``; each column's partner is loaded and normed."""
+    offs_d = tl.arange(0, y.shape[1])
     is_first, is_rotated = offs_d < R, offs_d < 2 * R
+    partner_d = tl.where(is_first, offs_d + R, offs_d - R)
+    partner = _load_heads(head_ptrs, partner_d, mask_h, is_rotated)
+    if q_norm_ptr is not None:
+        partner = _norm_heads(partner, q_norm_ptr, k_norm_ptr, partner_d, is_rotated, is_q, norm_H)
     offs_r = tl.where(is_first, offs_d, offs_d - R)
     cos_D = tl.load(cos_ptr + offs_r, mask=is_rotated, other=1.0)
     sin_D = tl.load(sin_ptr + offs_r, mask=is_rotated, other=0.0)
     sin_D = tl.where(is_first, -sin_D, sin_D)
-    return x * cos_D[None, :] + partner * sin_D[None, :]
+    return y * cos_D[None, :] + partner * sin_D[None, :]
 
 
 @triton.jit
@@ -77,29 +91,23 @@ def write_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_d = tl.arange(0, BLOCK_D)
-    mask_d, mask_r = offs_d < D, offs_d < 2 * R
-    mask_h, is_q, is_v = heads < H + 2 * G, heads < H, heads >= H + G
-    head_ptrs = qkv_ptr + token * stride_qkvt + heads[:, None] * D
-    mask = mask_h[:, None] & mask_d[None, :]
-    x = tl.load(head_ptrs + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    mask_d, mask_h = offs_d < D, heads < H + 2 * G
+    is_q, is_v = heads < H, heads >= H + G
+    head_ptrs = qkv_ptr + token * stride_qkvt + heads * D
+    x = _load_heads(head_ptrs, offs_d, mask_h, mask_d)
     y = x  # [BLOCK_H, BLOCK_D] fp32
     norm_H = tl.full((BLOCK_H,), 1.0, tl.float32)
     if q_norm_ptr is not None:
         norm_H = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
         y = _norm_heads(x, q_norm_ptr, k_norm_ptr, offs_d, mask_d, is_q, norm_H)
     if R > 0:
-        first_angle = tl.load(positions_ptr + token).to(tl.int64) * R
+        angle = tl.load(positions_ptr + token).to(tl.int64) * R
+        angles = (cos_ptr + angle, sin_ptr + angle)
         if IS_INTERLEAVED:
-            y = _rotate_interleaved(y, cos_ptr + first_angle, sin_ptr + first_angle, R, BLOCK_H)
+            y = _rotate_interleaved(y, *angles, R, BLOCK_H)
         else:
-            partner_d = tl.where(offs_d < R, offs_d + R, offs_d - R)
-            mask = mask_h[:, None] & mask_r[None, :]
-            partner = tl.load(head_ptrs + partner_d[None, :], mask=mask, other=0.0).to(tl.float32)
-            if q_norm_ptr is not None:
-                partner = _norm_heads(
-                    partner, q_norm_ptr, k_norm_ptr, partner_d, mask_r, is_q, norm_H
-                )
-            y = _rotate_halves(y, partner, cos_ptr + first_angle, sin_ptr + first_angle, offs_d, R)
+            norms = (q_norm_ptr, k_norm_ptr)
+            y = _rotate_halves(y, head_ptrs, mask_h, is_q, norm_H, *norms, *angles, R)
     y = tl.where(is_v[:, None], x, y)
 
     _store_rows(q_ptr, token * H + heads, y, offs_d, mask_d, is_q, D)
