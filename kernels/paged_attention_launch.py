@@ -230,7 +230,7 @@ class _Launch(NamedTuple):
     stats: torch.Tensor
 
 
-def _new_partials(q_THD: torch.Tensor, num_units: int) -> tuple[torch.Tensor, torch.Tensor]:
+def new_partials(q_THD: torch.Tensor, num_units: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the weighted values and for (row maximum, row sum) of each query, head and unit."""
     num_tokens, num_heads, head_dim = q_THD.shape
     shape = (num_tokens, num_heads, num_units)
@@ -285,14 +285,14 @@ def launch(
     scale, tanh_scale = scales_of(rules)
     if not split.unit:
         has_sections = rows.max_kv_len > SECTION
-        total = _new_partials(q_THD, 1) if has_sections else (None, None)
+        total = new_partials(q_THD, 1) if has_sections else (None, None)
         paged_attention_kernel[num_tiles, shape.num_kv_heads](
             *(q_THD, *pool, rules.sinks_H, *total, out_THD, *rows[:3]),
             *(num_rows, num_tokens, rows.block_table_RM.stride(0), scale, tanh_scale, shape),
             **options,
         )
         return out_THD
-    acc, stats = _new_partials(q_THD, split.num_units)
+    acc, stats = new_partials(q_THD, split.num_units)
     call = _Launch(q_THD, pool, rules, is_wide, acc, stats)
     if shared is not None:
         runs = PagedRows(

@@ -70,6 +70,13 @@ class Guarded:
         assert bool((raw[-num_bytes:] == POISON).all()), "guard region after the tensor was written"
 
 
+def guarded_copy(values: torch.Tensor, device: torch.device = CPU) -> Guarded:
+    """An int32 copy of ``values`` between guard regions."""
+    guard = Guarded(*values.shape, dtype=torch.int32, device=device)
+    guard.tensor.copy_(values)
+    return guard
+
+
 def shuffled_block_table(
     kv_lens: Sequence[int], block_size: int, *, spare_blocks: int = 3, seed: int = 0
 ) -> tuple[torch.Tensor, int]:
@@ -139,7 +146,7 @@ class PagedCase:
         )
 
     def assert_guards(self) -> None:
-        """Assert that nothing around the caches was written."""
+        """Assert that nothing around the caches and the tables was written."""
         for guard in self.guards:
             guard.assert_untouched()
 
@@ -167,6 +174,10 @@ def paged_case(
     for span in query_spans:
         starts.append(starts[-1] + span)
     table_RM, num_blocks = shuffled_block_table(kv_lens, block_size, seed=seed)
+    table, starts_R1, lens_R = (
+        guarded_copy(values, device)
+        for values in (table_RM, torch.tensor(starts), torch.tensor(list(kv_lens)))
+    )
     q_THD = poisoned(starts[-1] + padding_tokens, num_heads, head_dim, dtype=dtype, device=device)
     q_THD[: starts[-1]] = randn(starts[-1], num_heads, head_dim, dtype=dtype, seed=seed).to(device)
     pool_shape = (num_blocks, num_kv_heads, block_size, head_dim)
@@ -177,12 +188,12 @@ def paged_case(
         q_THD=q_THD,
         k_cache_NGBD=k_pool.tensor,
         v_cache_NGBD=v_pool.tensor,
-        block_table_RM=table_RM.to(device),
-        query_starts_R1=torch.tensor(starts, dtype=torch.int32, device=device),
-        kv_lens_R=torch.tensor(list(kv_lens), dtype=torch.int32, device=device),
+        block_table_RM=table.tensor,
+        query_starts_R1=starts_R1.tensor,
+        kv_lens_R=lens_R.tensor,
         max_query_len=max([0, *query_spans]),
         max_kv_len=max([0, *kv_lens]),
-        guards=(k_pool, v_pool, *scales),
+        guards=(k_pool, v_pool, *scales, table, starts_R1, lens_R),
         k_scale_NGB=scales[0].tensor if scales else None,
         v_scale_NGB=scales[1].tensor if scales else None,
     )

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 
+from pagedraft.kernels import paged_attention_launch
+from pagedraft.kernels.dispatch import INTERPRETED
 from pagedraft.kernels.paged_attention import paged_attention, paged_attention_ref
-from pagedraft.kernels.paged_attention_launch import KVPool, PagedRows, Split, launch
+from pagedraft.kernels.paged_attention_launch import (
+    KVPool,
+    PagedRows,
+    SharedPrefixes,
+    Split,
+    launch,
+)
 from pagedraft.kernels.score_rules import ScoreRules
 from pagedraft.tests.compare import assert_no_worse
-from pagedraft.tests.inputs import PagedCase, paged_case, poisoned, randn
+from pagedraft.tests.inputs import Guarded, PagedCase, paged_case, poisoned, randn
+
+if INTERPRETED:
+    from pagedraft.tests.sanitizer import sanitize
 
 SEGMENT, SECTION = 256, 2048
 
@@ -28,25 +42,54 @@ def factors(case: PagedCase) -> dict[str, torch.Tensor | None]:
     return {"k_scale_NGB": case.k_scale_NGB, "v_scale_NGB": case.v_scale_NGB}
 
 
+@contextmanager
+def checked() -> Iterator[None]:
+    """Check every interpreted launch for stray accesses and races; its scratch is guarded."""
+    guards: list[Guarded] = []
+
+    def guarded_partials(q_THD: torch.Tensor, num_units: int) -> tuple[torch.Tensor, ...]:
+        num_tokens, num_heads, head_dim = q_THD.shape
+        shape = (num_tokens, num_heads, num_units)
+        pair = [Guarded(*shape, width, device=q_THD.device) for width in (head_dim, 2)]
+        guards.extend(pair)
+        return tuple(guard.tensor for guard in pair)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_attention_launch, "new_partials", guarded_partials)
+        with sanitize() if INTERPRETED else nullcontext():
+            yield
+    for guard in guards:
+        guard.assert_untouched()
+
+
 def attend(case: PagedCase, **options: Any) -> torch.Tensor:
     """Call paged_attention into a poisoned output; nothing around the pool may change."""
     out_THD = poisoned(*case.q_THD.shape, dtype=case.q_THD.dtype, device=case.q_THD.device)
     bounds = {"max_query_len": case.max_query_len, "max_kv_len": case.max_kv_len}
     options = {**bounds, **factors(case), "out": out_THD, **options}
-    result = paged_attention(*arguments(case), **options)
+    with checked():
+        result = paged_attention(*arguments(case), **options)
     case.assert_guards()
     return result
 
 
 def attend_split(
-    case: PagedCase, split: Split, is_wide: bool = False, **rules: Any
+    case: PagedCase,
+    split: Split,
+    is_wide: bool = False,
+    shared: SharedPrefixes | None = None,
+    **rules: Any,
 ) -> torch.Tensor:
     """Launch the kernels with a given split."""
     out_THD = poisoned(*case.q_THD.shape, dtype=case.q_THD.dtype, device=case.q_THD.device)
     pool = KVPool(case.k_cache_NGBD, case.v_cache_NGBD, *factors(case).values())
     rows = PagedRows(*arguments(case)[3:], case.max_query_len, case.max_kv_len)
     rules = ScoreRules(case.q_THD.shape[-1] ** -0.5, **rules)
-    return launch(case.q_THD.contiguous(), pool, rows, rules, out_THD, None, split, is_wide)
+    args = (case.q_THD.contiguous(), pool, rows, rules, out_THD)
+    with checked():
+        launch(*args, shared, split, is_wide)
+    case.assert_guards()
+    return out_THD
 
 
 def reference(case: PagedCase, dtype: torch.dtype, **rules: Any) -> torch.Tensor:
