@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pagedraft.decoding.params import SamplingParams
 from pagedraft.model.demo import resolve_model
 from pagedraft.model.transformer import Transformer
 
+logger = logging.getLogger(__name__)
 DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -18,6 +22,7 @@ DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -30,6 +35,17 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     elif dtype in DTYPES:
         return DTYPES[dtype]
     raise ValueError(f"dtype: expected one of {['auto', *DTYPES]}, got {dtype!r}")
+
+
+def resolve_kv_dtype(kv_dtype: str | torch.dtype) -> torch.dtype | None:
+    """What the KV pools store; None ("auto") for the dtype of the model's activations."""
+    if kv_dtype == "auto":
+        return None
+    if isinstance(kv_dtype, str) and kv_dtype in KV_DTYPES:
+        return KV_DTYPES[kv_dtype]
+    if isinstance(kv_dtype, torch.dtype) and kv_dtype in KV_DTYPES.values():
+        return kv_dtype
+    raise ValueError(f"kv_dtype: expected one of {['auto', *KV_DTYPES]}, got {kv_dtype!r}")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -89,3 +105,22 @@ def encode(prompt: str | list[int], tokenizer: Any) -> list[int]:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def default_temperature(folder: Path | None) -> float:
+    """What ``generation_config.json`` says, else 1.0; says which settings are not applied."""
+    path = None if folder is None else folder / "generation_config.json"
+    if path is None or not path.exists():
+        return 1.0
+    settings = json.loads(path.read_text())
+    ignored = [name for name in ("top_k", "top_p", "min_p") if settings.get(name) is not None]
+    if ignored:
+        logger.warning("%s: %s are not applied", path, ", ".join(ignored))
+    temperature = settings.get("temperature")
+    if temperature is None:
+        return 1.0
+    try:
+        SamplingParams(temperature=temperature)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error
+    return float(temperature)

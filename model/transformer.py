@@ -172,6 +172,7 @@ class Transformer:
     ) -> torch.Tensor:
         """One layer's attention before the output projection: [T, H, D]."""
         k_NGBD, v_NGBD = cache.k[index], cache.v[index]
+        k_scale_NGB, v_scale_NGB = cache.k_scale[index], cache.v_scale[index]
         q_THD = write_kv(
             linear(normed_TE, layer.qkv, exact=self.exact),
             self.cos_PR,
@@ -184,6 +185,8 @@ class Transformer:
             q_norm_D=layer.q_norm_D,
             k_norm_D=layer.k_norm_D,
             eps=self.config.rms_eps,
+            k_scale_NGB=k_scale_NGB,
+            v_scale_NGB=v_scale_NGB,
             plan=write_plan,
         )
         return paged_attention(
@@ -195,5 +198,8 @@ class Transformer:
             batch.kv_lens_R,
             max_query_len=batch.max_query_len,
             max_kv_len=batch.max_kv_len,
+            shared=batch.shared,
+            k_scale_NGB=k_scale_NGB,
+            v_scale_NGB=v_scale_NGB,
             plan=attention_plan,
         )

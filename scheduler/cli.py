@@ -64,6 +64,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--k", type=_draft_length, default="auto", help="drafts a step, or auto")
     parser.add_argument("--dtype", default="auto", help="of the weights: bf16, fp16, fp32, auto")
+    parser.add_argument("--kv-dtype", default="auto", help="of the KV pool: int8, fp8 or auto")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument(
         "--kv-tokens", type=int, default=None, help="capacity of the KV pool (from free memory)"
@@ -84,6 +85,7 @@ def _load(args: argparse.Namespace) -> LLM:
         speculate=args.speculate,
         k=args.k,
         dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
         device=args.device,
         kv_tokens=args.kv_tokens,
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +14,21 @@ from pagedraft.decoding.controller import DraftController
 from pagedraft.decoding.drafters.base import Drafter
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter, check_vocabularies
 from pagedraft.decoding.drafters.lookup import NgramDrafter
-from pagedraft.decoding.load import encode, load_model, load_tokenizer
+from pagedraft.decoding.load import (
+    default_temperature,
+    encode,
+    load_model,
+    load_tokenizer,
+    resolve_kv_dtype,
+)
 from pagedraft.decoding.params import SamplingParams, check_int, derive_seed
 from pagedraft.decoding.sequence import Sequence
-from pagedraft.model.kv_cache import BLOCK_SIZES, KVCache, kv_bytes_per_token
+from pagedraft.model.kv_cache import BLOCK_SIZES, KVCache
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.engine import Engine
-from pagedraft.scheduler.memory import default_kv_tokens
+from pagedraft.scheduler.memory import make_kv_caches
 from pagedraft.scheduler.request import FinishReason, Request, RequestStats
 
-logger = logging.getLogger(__name__)
 SPECULATE = ("auto", "off", "draft", "ngram")
 
 
@@ -54,6 +57,7 @@ class LLM:
     drafter: your own, in place of what ``speculate`` names (decoding/drafters/base.py).
     k: drafts a step and request, or "auto".
     dtype: of the weights; "auto" is bf16. On the CPU arithmetic and KV are fp32 all the same.
+    kv_dtype: of the KV pools: "int8", "fp8", or "auto", the dtype of the activations.
     kv_tokens: capacity of the KV pool in tokens; None sizes it from free memory.
     seed: where the noise of requests without a seed comes from.
     """
@@ -67,6 +71,7 @@ class LLM:
         drafter: Drafter | None = None,
         k: int | str = "auto",
         dtype: str | torch.dtype = "auto",
+        kv_dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         block_size: int = 64,
         kv_tokens: int | None = None,
@@ -84,20 +89,15 @@ class LLM:
             check_int("kv_tokens", kv_tokens, 1)
         check_int("seed", seed, 0, 2**64 - 1)
         controller = DraftController(k)
+        stored = resolve_kv_dtype(kv_dtype)
         self.target = load_model(model, dtype=dtype, device=device, exact=exact)
         self.tokenizer = load_tokenizer(self.target)
         self.seed = seed
         draft_model = self._load_draft(draft, speculate, dtype, device, exact)
         models = [self.target] if draft_model is None else [self.target, draft_model]
-        if kv_tokens is None:
-            per_token = sum(kv_bytes_per_token(m.config, m.activation_dtype) for m in models)
-            kv_tokens = default_kv_tokens(
-                per_token, self.target.device, self.target.config.max_positions, max_rows
-            )
-        num_blocks = 1 + -(-kv_tokens // block_size)
-        caches = [
-            KVCache(m.config, num_blocks, block_size, m.activation_dtype, m.device) for m in models
-        ]
+        caches = make_kv_caches(
+            models, stored, block_size=block_size, kv_tokens=kv_tokens, max_rows=max_rows
+        )
         self.engine = Engine(
             self.target,
             caches[0],
@@ -108,7 +108,7 @@ class LLM:
             chunk_tokens=chunk_tokens,
         )
         self._num_submitted = 0
-        self._default_temperature = _default_temperature(self.target.folder)
+        self._default_temperature = default_temperature(self.target.folder)
 
     def generate(
         self,
@@ -276,22 +276,3 @@ def _as_params(params: Any, count: int) -> list[SamplingParams]:
     if len(params) != count:
         raise ValueError(f"params: expected {count} as there are prompts, got {len(params)}")
     return list(params)
-
-
-def _default_temperature(folder: Path | None) -> float:
-    """What ``generation_config.json`` says, else 1.0; says which settings are not applied."""
-    path = None if folder is None else folder / "generation_config.json"
-    if path is None or not path.exists():
-        return 1.0
-    settings = json.loads(path.read_text())
-    ignored = [name for name in ("top_k", "top_p", "min_p") if settings.get(name) is not None]
-    if ignored:
-        logger.warning("%s: %s are not applied", path, ", ".join(ignored))
-    temperature = settings.get("temperature")
-    if temperature is None:
-        return 1.0
-    try:
-        SamplingParams(temperature=temperature)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from error
-    return float(temperature)

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from pagedraft.model.kv_cache import KVCache, kv_bytes_per_token
+from pagedraft.model.transformer import Transformer
 
 CUDA_SHARE = 0.85  # of free device memory: the rest is for activations and graphs
 CPU_SHARE = 0.25  # of available memory: other programs live there too
+
+
+def make_kv_caches(
+    models: Sequence[Transformer],
+    kv_dtype: torch.dtype | None,
+    *,
+    block_size: int,
+    kv_tokens: int | None,
+    max_rows: int,
+) -> list[KVCache]:
+    """One pool a model, the target's first, all of the same blocks.
+
+    kv_dtype: what they store; None: the dtype of each model's activations.
+    kv_tokens: their capacity; None sizes it from free memory.
+    """
+    dtypes = [kv_dtype or model.activation_dtype for model in models]
+    pairs = list(zip(models, dtypes, strict=True))
+    if kv_tokens is None:
+        target = models[0]
+        kv_tokens = default_kv_tokens(
+            sum(kv_bytes_per_token(model.config, dtype) for model, dtype in pairs),
+            target.device,
+            target.config.max_positions,
+            max_rows,
+        )
+    num_blocks = 1 + -(-kv_tokens // block_size)
+    return [
+        KVCache(model.config, num_blocks, block_size, dtype, model.device) for model, dtype in pairs
+    ]
 
 
 def default_kv_tokens(

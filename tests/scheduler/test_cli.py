@@ -48,9 +48,10 @@ def test_the_demo_notices_a_difference(llm, capsys, monkeypatch):
 
 
 @pytest.mark.demo_model
-def test_generate_prints_the_answer(capsys):
+@pytest.mark.parametrize("options", [[], ["--kv-dtype", "int8"]], ids=["float", "int8"])
+def test_generate_prints_the_answer(capsys, options):
     arguments = ["generate", "What is the capital of France?", "--max-tokens", "12"]
-    assert main([*arguments, "--device", "cpu", "--kv-tokens", "512"]) == 0
+    assert main([*arguments, "--device", "cpu", "--kv-tokens", "512", *options]) == 0
     captured = capsys.readouterr()
     assert "Paris" in captured.out
     assert "tok/s" in captured.err
@@ -71,6 +72,7 @@ def test_errors_are_one_line_and_status_2(tmp_path, capsys):
         (["--temperature", "-1"], "temperature: expected from 0 to 1000000, got -1.0"),
         (["--device", "cuda"], "there is no CUDA device"),
         (["--dtype", "int3"], "dtype: expected one of"),
+        (["--kv-dtype", "int4"], "kv_dtype: expected one of"),
         (["--k", "-2"], 'k: expected "auto" or an integer >= 0, got -2'),
         ([], "has no tokenizer"),
     ],
