@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pagedraft.kernels.paged_attention_launch import SharedPrefixes
+from pagedraft.model.shared_prefix import find_runs, shared_prefixes
+
 NULL_BLOCK = 0
 
 
@@ -45,6 +48,7 @@ class StepBatch:
     logit_rows_Q: int64 indices into the T axis of the tokens that need logits, padded with 0.
     num_tokens, num_logits: how many entries of the T and Q axes are real.
     max_query_len, max_kv_len: the largest span and the largest context.
+    shared: neighbouring rows that begin with the same blocks, if there are any.
     """
 
     tokens_T: torch.Tensor
@@ -58,6 +62,7 @@ class StepBatch:
     num_logits: int
     max_query_len: int
     max_kv_len: int
+    shared: SharedPrefixes | None = None
 
 
 def build_step_batch(
@@ -95,6 +100,7 @@ def build_step_batch(
     slots = np.zeros(padded, dtype=np.int64)
     blocks = table[rows, positions[:num_tokens] // block_size].astype(np.int64)
     slots[:num_tokens] = blocks * block_size + positions[:num_tokens] % block_size
+    runs = find_runs([span.block_ids for span in spans], [span.start for span in spans], block_size)
     logit_rows, num_logits = _logit_rows(spans, query_starts, num_tokens, padded, row_multiple)
 
     def to_device(array: np.ndarray) -> torch.Tensor:
@@ -112,6 +118,7 @@ def build_step_batch(
         num_logits=num_logits,
         max_query_len=int(lengths.max()),
         max_kv_len=int((starts + lengths).max()),
+        shared=shared_prefixes(table, query_starts, runs, device),
     )
 
 
