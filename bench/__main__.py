@@ -1,7 +1,8 @@
-"""``python -m pagedraft.bench [kernels] [engine]``: what this machine can do, in a few minutes.
+"""``python -m pagedraft.bench [kernels] [attention] [engine]``: what this machine can do.
 
-Kernels first (each gated by a comparison with its reference), then the engine against transformers
-on the demo model. ``python -m pagedraft.bench.kernels --help`` has the options of one part.
+Kernels first (each gated by a comparison with its reference), then a short sweep of attention
+(modelled only, without a CUDA device), then the engine against transformers on the demo model; a
+few minutes. ``python -m pagedraft.bench.kernels --help`` has the options of one part.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Callable, Sequence
 
 from pagedraft.bench import engine, kernels
 
-PARTS: dict[str, Callable[[list[str]], int]] = {"kernels": kernels.main, "engine": engine.main}
+PARTS: dict[str, Callable[[list[str]], int]] = {
+    "kernels": kernels.main,
+    "attention": lambda _: kernels.main(["--sweep", "attention", "--select", "short"]),
+    "engine": engine.main,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

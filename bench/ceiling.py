@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pagedraft.bench.timing import measure
+from pagedraft.kernels.cost import Cost
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,10 @@ class Ceiling:
 
     copy_rate: float
     matmul_rate: float
+
+    def floor(self, cost: Cost) -> float:
+        """Return the seconds below which no call of this cost can end."""
+        return max(cost.bytes / self.copy_rate, cost.flops / self.matmul_rate)
 
     def text(self) -> str:
         """Return both for a header."""

@@ -57,7 +57,10 @@ def _copied(inputs: Tensors) -> Tensors:
 
 
 def _widened(inputs: Tensors) -> Tensors:
+    # Floats of 8 bits are stored cache values: their factors, not their dtype, give the precision.
     return {
-        name: tensor.float() if tensor.is_floating_point() else tensor.clone()
+        name: tensor.float()
+        if tensor.is_floating_point() and tensor.element_size() > 1
+        else tensor.clone()
         for name, tensor in inputs.items()
     }

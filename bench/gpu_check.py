@@ -1,13 +1,15 @@
 """Check and first timings of a CUDA machine: what ``bench/gpu_check.sh`` (``make gpu-check``).
 
-Four parts, each a child process with its own time limit; a part that fails does not stop the
+Five parts, each a child process with its own time limit; a part that fails does not stop the
 others. Logs and JSON go to ``$OUT`` if set, else to ``bench/results/<device>/``. Exit status 1 if
-any part failed. With ``DRY=1`` the same parts run tiny on the CPU, in Triton's interpreter.
+any part failed; a missed target of speed is printed and fails nothing. With ``DRY=1`` the same
+parts run tiny on the CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,22 +56,26 @@ def parts(folder: Path) -> list[Part]:
     python = sys.executable
     own = [python, "-m", "pagedraft.bench.gpu_check"]
     bench = [python, "-m", "pagedraft.bench.kernels", "--out", str(folder)]
+    sweep = [*bench, "--sweep", "attention", "--baselines", "sdpa"]
     tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     if DRY:
         tests += ["tests/kernels/test_rms_norm.py", "-k", "no_tokens or power"]
         bench += ["--device", "cpu", "--model", "tiny", "--dtype", "fp32", "--budget", "0.01"]
         bench += ["--steps", "decode1", "--op", "rms_norm,gated_mlp"]
+        sweep += ["--device", "cpu", "--select", "trial", "--budget", "0.01"]
     else:
         if importlib.util.find_spec("xdist"):
             tests += ["-n", "8"]
         tests += ["tests/kernels"]
         bench += ["--device", "cuda", "--model", "8b", "--dtype", "bf16", "--budget", "0.1"]
-        bench += ["--steps", "decode1,verify8,prefill,decode8"]
+        bench += ["--steps", "decode1,verify8,prefill"]
+        sweep += ["--device", "cuda", "--select", "short", "--budget", "0.1", "--limit", "50"]
     return [
-        Part("tests", tests, 170),
-        Part("rows", [*own, "rows"], 100),
-        Part("engine", [*own, "engine"], 75),
-        Part("bench", bench, 130),
+        Part("tests", tests, 165),
+        Part("rows", [*own, "rows"], 90),
+        Part("engine", [*own, "engine"], 70),
+        Part("attention", sweep, 70),
+        Part("bench", bench, 80),
     ]
 
 
@@ -92,21 +100,43 @@ def run_part(part: Part, folder: Path) -> Outcome:
     return Outcome(part.name, verdict, time.monotonic() - start, note)
 
 
-def row_equality() -> list[str]:
-    """Return which rows of linear and paged_attention change bits with what runs beside them."""
-    from pagedraft.bench.row_checks import attention_rows, linear_rows
+def row_jobs() -> dict[str, Callable[[], list[str]]]:
+    """Return the checks of row equality by name."""
+    from pagedraft.bench.row_checks import ATTENTION_VARIANTS, attention_rows, linear_rows
 
-    torch.manual_seed(0)
     if DRY:
+        setting = (TINY, torch.float16, DEVICE)
+        counts = (1, 3)
         sizes = {"contexts": (70,), "spans": (1, 3), "num_rows": 2}
-        return linear_rows(TINY, torch.float16, DEVICE, (1, 3)) + attention_rows(
-            TINY, torch.float16, DEVICE, **sizes
-        )
-    counts = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200, 512)
-    sizes = {"contexts": (600, 4097, 16384), "spans": (1, 2, 5, 9, 17, 64, 512), "num_rows": 8}
-    return linear_rows(LLAMA_8B, torch.bfloat16, DEVICE, counts) + attention_rows(
-        LLAMA_8B, torch.bfloat16, DEVICE, **sizes
-    )
+    else:
+        setting = (LLAMA_8B, torch.bfloat16, DEVICE)
+        counts = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200, 512)
+        spans = (*range(1, 10), 16, 17, 32, 33, 64, 100, 128, 512)
+        sizes = {"contexts": (600, 4097, 16384), "spans": spans, "num_rows": 8}
+    jobs = {
+        f"attention, {name}": partial(attention_rows, *setting, **sizes, variant=variant)
+        for name, variant in ATTENTION_VARIANTS.items()
+    }
+    return {"linear": partial(linear_rows, *setting, counts), **jobs}
+
+
+def run_row_job(name: str) -> list[str]:
+    """Run one check in whichever process this is; return what differs."""
+    torch.manual_seed(0)
+    problems = [f"{name}: {problem}" for problem in row_jobs()[name]()]
+    print(f"{name}: {len(problems)} differences", flush=True)
+    return problems
+
+
+def row_equality() -> list[str]:
+    """Return which rows of linear and paged_attention change bits with what runs beside them.
+
+    On a GPU the checks run at once in processes of their own: most of their time is compilation.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    num_workers = 1 if DRY else min(len(row_jobs()), os.cpu_count() or 1)
+    with ProcessPoolExecutor(num_workers, spawn) as pool:
+        return [problem for found in pool.map(run_row_job, row_jobs()) for problem in found]
 
 
 def _tiny_folder(parent: Path, seed: int) -> Path:
@@ -202,7 +232,7 @@ def main() -> int:
         write_json(folder / "gpu_check.json", document)
     print(f"\n=== gpu-check on {facts['device']}, {time.monotonic() - start:.0f} s, {folder}")
     for outcome in outcomes:
-        print(f"{outcome.name:8} {outcome.verdict:12} {outcome.seconds:4.0f} s  {outcome.note}")
+        print(f"{outcome.name:10} {outcome.verdict:12} {outcome.seconds:4.0f} s  {outcome.note}")
     bad = [outcome.name for outcome in outcomes if outcome.verdict != "ok"]
     print(f"VERDICT: {'FAILED ' + ', '.join(bad) if bad else 'ok'}")
     return 1 if bad else 0

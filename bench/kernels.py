@@ -1,6 +1,7 @@
 """Measure every op: correctness gate, header, ceiling, table, step floor, one JSON line.
 
     python -m pagedraft.bench.kernels [--model 8b] [--dtype bf16] [--op linear] [--steps decode1]
+    python -m pagedraft.bench.kernels --sweep attention [--select short] [--baselines sdpa,flex]
 
 On a CUDA device the Triton kernels at 8B shapes, on the CPU the CPU path at the demo model's. An
 op whose numbers are wrong gets no time, and the exit status is 1. JSON goes to
@@ -19,13 +20,16 @@ from typing import Any
 
 import torch
 
+from pagedraft.bench.attention_baselines import BASELINES
+from pagedraft.bench.attention_cases import SELECTIONS
+from pagedraft.bench.attention_sweep import sweep
 from pagedraft.bench.ceiling import Ceiling, measure_ceiling
 from pagedraft.bench.gate import gate
 from pagedraft.bench.layer_cases import LAYER_MAKERS, KernelCase, Maker, Tensors
 from pagedraft.bench.report import header, print_header, results_folder, write_json
 from pagedraft.bench.shapes import DTYPES, MODELS, STEPS, ModelShape
 from pagedraft.bench.table import print_table
-from pagedraft.bench.timing import measure, num_copies
+from pagedraft.bench.timing import Timing, measure, rotating_copies
 from pagedraft.bench.token_cases import TOKEN_MAKERS
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import OPS, implementation
@@ -59,13 +63,9 @@ def _times(
     case: KernelCase, inputs: Tensors, device: torch.device, ceiling: Ceiling, budget: float
 ) -> Row:
     """Time one case and its baseline over rotating buffers."""
-    bytes_per_copy = sum(tensor.nbytes for tensor in inputs.values())
-    copies = [inputs]
-    for _ in range(num_copies(case.cost.bytes, bytes_per_copy, device) - 1):
-        copies.append({name: tensor.clone() for name, tensor in inputs.items()})
+    copies = rotating_copies(inputs, case.cost.bytes, device)
     timing = measure([case.prepare(copy) for copy in copies], device, budget=budget)
-    baseline = measure([case.baseline(copy) for copy in copies], device, budget=budget)
-    floor = max(case.cost.bytes / ceiling.copy_rate, case.cost.flops / ceiling.matmul_rate)
+    floor = ceiling.floor(case.cost)
     return {
         "implementation": implementation(case.op, device, has_cpu=True),
         "time": asdict(timing),
@@ -75,9 +75,23 @@ def _times(
         "floor": floor,
         "share_of_ceiling": floor / timing.median,
         "baseline": case.baseline_name,
-        "baseline_time": asdict(baseline),
-        "speedup": baseline.median / timing.median,
+        **_baseline_times(case, copies, timing, device, budget),
     }
+
+
+def _baseline_times(
+    case: KernelCase,
+    copies: Sequence[Tensors],
+    timing: Timing,
+    device: torch.device,
+    budget: float,
+) -> Row:
+    """Time the baseline; one that fails leaves the op's own times alone."""
+    try:
+        baseline = measure([case.baseline(copy) for copy in copies], device, budget=budget)
+    except Exception as error:
+        return {"baseline_problem": f"{type(error).__name__}: {error}"[:300]}
+    return {"baseline_time": asdict(baseline), "speedup": baseline.median / timing.median}
 
 
 def _cells(row: Row) -> list[str]:
@@ -92,9 +106,14 @@ def _cells(row: Row) -> list[str]:
         f"{row['tflop_s']:.3f}",
         f"{100 * row['share_of_ceiling']:.0f} %",
         row["baseline"],
-        f"{row['baseline_time']['median'] * 1e6:.1f}",
-        f"{row['speedup']:.2f}",
+        *_baseline_cells(row),
     ]
+
+
+def _baseline_cells(row: Row) -> list[str]:
+    if "baseline_problem" in row:
+        return [row["baseline_problem"], "-"]
+    return [f"{row['baseline_time']['median'] * 1e6:.1f}", f"{row['speedup']:.2f}"]
 
 
 def step_estimate(
@@ -111,7 +130,7 @@ def step_estimate(
     cost = Cost(
         sum(parts[part]["bytes"] for part in wanted), sum(parts[part]["flops"] for part in wanted)
     )
-    floor = max(cost.bytes / ceiling.copy_rate, cost.flops / ceiling.matmul_rate)
+    floor = ceiling.floor(cost)
     seconds = sum(parts[part]["time"]["median"] for part in wanted)
     return {"step": step, "seconds": seconds, "floor": floor, "share": floor / seconds}
 
@@ -166,7 +185,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", default=None, help=f"comma-separated, of {list(STEPS)}")
     parser.add_argument("--budget", type=float, default=0.2, help="seconds a measurement")
     parser.add_argument("--out", default=None, help="folder for the JSON")
+    group = parser.add_argument_group("sweep", "one op over many shapes, instead of the step table")
+    group.add_argument("--sweep", default=None, choices=("attention",))
+    group.add_argument("--select", default="full", choices=tuple(SELECTIONS))
+    group.add_argument("--baselines", default=",".join(BASELINES), help="comma-separated")
+    group.add_argument(
+        "--limit", type=float, default=1e9, help="seconds; later points are left out"
+    )
     options = parser.parse_args(arguments)
+    if options.sweep:
+        return sweep(options)
     options.model = options.model or ("8b" if options.device == "cuda" else "135m")
     options.steps = options.steps or DEFAULT_STEPS[options.device]
     return run(options)

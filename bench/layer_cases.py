@@ -13,17 +13,20 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from pagedraft.bench.attention_baselines import sdpa
+from pagedraft.bench.attention_cases import (
+    AttentionPoint,
+    dtype_name,
+    point_cost,
+    point_inputs,
+    prepare_attention,
+)
 from pagedraft.bench.shapes import ModelShape, StepShape
 from pagedraft.bench.static_calls import BLOCK_SIZE, linear_sizes
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.gated_mlp import gated_mlp, gated_mlp_cost
 from pagedraft.kernels.linear import linear, linear_cost, pack_linear
-from pagedraft.kernels.paged_attention import (
-    AttentionPlan,
-    paged_attention,
-    paged_attention_cost,
-)
 from pagedraft.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_cost
 from pagedraft.kernels.write_kv import plan_write_kv, write_kv, write_kv_cost
 
@@ -154,77 +157,54 @@ def _gated_mlp(make: Maker) -> Iterator[KernelCase]:
     )
 
 
-def paged_inputs(make: Maker) -> Tensors:
-    """Return q, a filled pool with shuffled block tables, starts, lengths, positions and slots."""
+def _paged_attention(make: Maker) -> Iterator[KernelCase]:
+    step, model = make.step, make.model
+    dtype = dtype_name(make.act_dtype)
+    point = AttentionPoint(
+        step.name,
+        (step.span,) * step.num_rows,
+        (step.context,) * step.num_rows,
+        group=model.num_heads // model.num_kv_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=BLOCK_SIZE,
+        dtype=dtype,
+        cache=dtype,
+    )
+    yield make.case(
+        "paged_attention",
+        "attention",
+        lambda: point_inputs(point, make.device),
+        prepare_attention(point),
+        point_cost(point),
+        "SDPA, no paging",
+        partial(sdpa, point),
+    )
+
+
+def _write_inputs(make: Maker) -> Tensors:
+    """Return qkv, rotation tables, a filled pool, and shuffled slots of each row's last tokens."""
     step, model, device = make.step, make.model, make.device
     blocks_a_row = -(-step.context // BLOCK_SIZE)
     num_blocks = 1 + step.num_rows * blocks_a_row
+    angles_PR = torch.rand(step.context, model.head_dim // 2, device=device) * 6.28
     pool = (num_blocks, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
     table_RM = 1 + torch.randperm(num_blocks - 1, device=device).view(step.num_rows, blocks_a_row)
     positions_L = torch.arange(step.context - step.span, step.context, device=device)
     blocks_RL = table_RM[:, positions_L // BLOCK_SIZE]
     return {
-        "q": make.randn(step.num_tokens, model.num_heads, model.head_dim),
+        "qkv": make.randn(step.num_tokens, model.qkv_dim),
+        "cos": angles_PR.cos(),
+        "sin": angles_PR.sin(),
         "k": make.randn(*pool),
         "v": make.randn(*pool),
-        "table": table_RM.int(),
-        "starts": torch.arange(0, step.num_tokens + 1, step.span, device=device).int(),
-        "lens": torch.full((step.num_rows,), step.context, device=device).int(),
         "positions": positions_L.repeat(step.num_rows).int(),
         "slots": (blocks_RL * BLOCK_SIZE + positions_L % BLOCK_SIZE).flatten(),
     }
 
 
-def _paged_attention(make: Maker) -> Iterator[KernelCase]:
-    step, model = make.step, make.model
-
-    def prepare(t: Tensors) -> Callable[[], object]:
-        args = (t["q"], t["k"], t["v"], t["table"], t["starts"], t["lens"])
-        sizes = {"max_query_len": step.span, "max_kv_len": step.context}
-        out, plan = torch.empty_like(t["q"]), AttentionPlan()  # as the layers of a step share it
-        return lambda: paged_attention(*args, **sizes, out=out, plan=plan)
-
-    def baseline(t: Tensors) -> Callable[[], object]:
-        shape = (step.num_rows, step.span, model.num_heads, model.head_dim)
-        q = t["q"].view(shape).transpose(1, 2)
-        k, v = (_contiguous_rows(t[name], t["table"], step.context) for name in ("k", "v"))
-        query = torch.arange(step.context - step.span, step.context, device=q.device)
-        mask = torch.arange(step.context, device=q.device) <= query[:, None]
-        mask = None if step.span == 1 else mask
-        return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-
-    yield make.case(
-        "paged_attention",
-        "attention",
-        lambda: paged_inputs(make),
-        prepare,
-        paged_attention_cost(
-            [step.span] * step.num_rows,
-            [step.context] * step.num_rows,
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_dim,
-            make.itemsize,
-        ),
-        "SDPA, no paging",
-        baseline,
-    )
-
-
-def _contiguous_rows(cache_NGBD: torch.Tensor, table_RM: torch.Tensor, context: int):
-    rows_RMGBD = cache_NGBD[table_RM.long()]
-    return rows_RMGBD.transpose(1, 2).flatten(2, 3)[:, :, :context].contiguous()
-
-
 def _write_kv(make: Maker) -> Iterator[KernelCase]:
     step, model = make.step, make.model
-    half = model.head_dim // 2
-
-    def inputs() -> Tensors:
-        angles_PR = torch.rand(step.context, half, device=make.device) * 6.28
-        qkv = make.randn(step.num_tokens, model.qkv_dim)
-        tables = {"qkv": qkv, "cos": angles_PR.cos(), "sin": angles_PR.sin()}
-        return {**paged_inputs(make), **tables}
 
     def prepare(t: Tensors) -> Callable[[], object]:
         tables = (t["cos"], t["sin"], t["positions"], t["slots"])
@@ -240,7 +220,7 @@ def _write_kv(make: Maker) -> Iterator[KernelCase]:
     yield make.case(
         "write_kv",
         "write_kv",
-        inputs,
+        lambda: _write_inputs(make),
         prepare,
         write_kv_cost(
             *(step.num_tokens, model.num_heads, model.num_kv_heads, model.head_dim),

@@ -6,11 +6,14 @@ Each check returns what differs, an empty list if nothing does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from pagedraft.bench.attention_cases import AttentionPoint, dtype_name, point_inputs
 from pagedraft.bench.shapes import ModelShape
-from pagedraft.bench.static_calls import BLOCK_SIZE, linear_sizes
+from pagedraft.bench.static_calls import linear_sizes
 from pagedraft.kernels.linear import linear, pack_linear
 from pagedraft.kernels.paged_attention import paged_attention
 
@@ -48,6 +51,33 @@ def linear_rows(
     return problems
 
 
+@dataclass(frozen=True)
+class AttentionVariant:
+    """What a check of attention varies.
+
+    group: query heads a KV head, the model's if None; cache: a name in CACHE_DTYPES, the queries'
+    dtype if None; rules: keyword arguments of paged_attention.
+    """
+
+    group: int | None = None
+    block_size: int = 64
+    cache: str | None = None
+    rules: dict[str, Any] = field(default_factory=dict)
+
+
+PLAIN = AttentionVariant()
+ATTENTION_VARIANTS = {
+    "plain": PLAIN,
+    "group 7, blocks of 16": AttentionVariant(group=7, block_size=16),
+    "window": AttentionVariant(rules={"window": 300}),
+    "soft cap": AttentionVariant(rules={"soft_cap": 15.0}),
+    "int8 cache": AttentionVariant(cache="int8"),
+    "int8 cache, group 7, blocks of 16, window": AttentionVariant(
+        group=7, block_size=16, cache="int8", rules={"window": 1000}
+    ),
+}
+
+
 class _Pool:
     """Rows of one context length in one pool; queries for their last ``num_queries`` tokens."""
 
@@ -56,19 +86,28 @@ class _Pool:
         model: ModelShape,
         dtype: torch.dtype,
         device: torch.device,
+        variant: AttentionVariant,
         *,
         num_rows: int,
         context: int,
         num_queries: int,
     ) -> None:
-        blocks_a_row = -(-context // BLOCK_SIZE)
-        num_blocks = 1 + num_rows * blocks_a_row
-        pool = (num_blocks, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
-        self.k, self.v = (torch.randn(pool, device=device).to(dtype) for _ in range(2))
-        order = 1 + torch.randperm(num_blocks - 1, device=device)
-        self.table = order.view(num_rows, blocks_a_row).int()
-        shape = (num_rows, num_queries, model.num_heads, model.head_dim)
-        self.q_RQHD = torch.randn(shape, device=device).to(dtype)
+        name = dtype_name(dtype)
+        point = AttentionPoint(
+            *("rows", (num_queries,) * num_rows, (context,) * num_rows),
+            group=variant.group or model.num_heads // model.num_kv_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_size=variant.block_size,
+            dtype=name,
+            cache=variant.cache or name,
+        )
+        tensors = point_inputs(point, device)
+        self.k, self.v, self.table = tensors["k"], tensors["v"], tensors["table"]
+        self.q_RQHD = tensors["q"].unflatten(0, (num_rows, num_queries))
+        self.options = dict(variant.rules)
+        if point.is_quantized:
+            self.options |= {f"{x}_scale_NGB": tensors[f"{x}_scale"] for x in ("k", "v")}
         self.context, self.num_queries, self.device = context, num_queries, device
 
     def attend(self, run: Attention, rows: slice, first: int, span: int, bound: int = 0):
@@ -89,6 +128,7 @@ class _Pool:
             torch.full((num_rows,), kv_len, device=self.device).int(),
             max_query_len=max(span, min(bound, 16)),
             max_kv_len=max(kv_len, bound),
+            **self.options,
         )
         return out_THD.view_as(q_RLHD)
 
@@ -101,13 +141,15 @@ def attention_rows(
     contexts: Sequence[int],
     spans: Sequence[int],
     num_rows: int = 4,
+    variant: AttentionVariant = PLAIN,
     run: Attention = paged_attention,
 ) -> list[str]:
     """Compare decoding one query alone with longer spans, batches and looser bounds."""
     problems = []
     longest = max(spans)
+    sizes = {"num_rows": num_rows, "num_queries": longest}
     for context in contexts:
-        pool = _Pool(model, dtype, device, num_rows=num_rows, context=context, num_queries=longest)
+        pool = _Pool(model, dtype, device, variant, context=context, **sizes)
         alone, everyone = slice(0, 1), slice(0, num_rows)
         tail = min(longest, 9)
         first = longest - tail

@@ -48,6 +48,17 @@ def num_copies(bytes_per_call: int, bytes_per_copy: int, device: torch.device) -
     return max(1, min(wanted, affordable, MAX_COPIES))
 
 
+def rotating_copies(
+    inputs: dict[str, torch.Tensor], bytes_per_call: int, device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """Return ``inputs`` and as many clones of them as ``num_copies`` wants."""
+    bytes_per_copy = sum(tensor.nbytes for tensor in inputs.values())
+    copies = [inputs]
+    for _ in range(num_copies(bytes_per_call, bytes_per_copy, device) - 1):
+        copies.append({name: tensor.clone() for name, tensor in inputs.items()})
+    return copies
+
+
 def measure(runs: Sequence[Run], device: torch.device, *, budget: float = 0.5) -> Timing:
     """Time a call, taking ``runs`` (one for each copy of its buffers) in turn for ``budget`` s."""
     if device.type != "cuda":

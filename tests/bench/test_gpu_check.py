@@ -11,15 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagedraft.bench.gpu_check import Part, run_part
-from pagedraft.bench.row_checks import attention_rows, linear_rows
+from pagedraft.bench.gpu_check import Part, parts, run_part
+from pagedraft.bench.row_checks import (
+    ATTENTION_VARIANTS,
+    AttentionVariant,
+    attention_rows,
+    linear_rows,
+)
 from pagedraft.bench.shapes import TINY
 from pagedraft.kernels.linear import linear
 from pagedraft.kernels.paged_attention import paged_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-PARTS = ("tests", "rows", "engine", "bench")
+PARTS = ("tests", "rows", "engine", "attention", "bench")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,24 @@ def test_bench_leaves_json(dry_run):
     assert all(row["problem"] is None for row in document["rows"])
 
 
+def test_sweep_of_attention_leaves_json(dry_run):
+    folder, _ = dry_run
+    document = json.loads((folder / "attention-trial.json").read_text())
+    assert document["measured"]
+    assert all("time" in row and row["problem"] is None for row in document["rows"])
+
+
+def test_every_variant_of_attention_is_compared(dry_run):
+    folder, _ = dry_run
+    log = (folder / "gpu_check-rows.log").read_text()
+    missing = [n for n in ATTENTION_VARIANTS if f"attention, {n}: 0 differences" not in log]
+    assert not missing
+
+
+def test_limits_leave_time_to_copy_the_results(tmp_path):
+    assert sum(part.limit for part in parts(tmp_path)) < 480
+
+
 PART_CASES = {
     "a part that works": ("print('fine')", 30, "ok"),
     "a part that fails": ("raise SystemExit(3)", 30, "FAILED"),
@@ -83,6 +106,34 @@ def nudged_attention(*args, max_query_len, **options):
     return out * (1.0 + (max_query_len > 1) * 2**-10)
 
 
+ATTENTION_SIZES = {"contexts": (33,), "spans": (1, 2), "num_rows": 2}
+
+
 def test_attention_row_check_has_teeth():
-    sizes = {"contexts": (33,), "spans": (1, 2), "num_rows": 2}
-    assert attention_rows(TINY, torch.float16, CPU, **sizes, run=nudged_attention)
+    assert attention_rows(TINY, torch.float16, CPU, **ATTENTION_SIZES, run=nudged_attention)
+
+
+def wider_for_spans(*args, window, max_query_len, **options):
+    """Attention whose window is one key wider where a row has several queries."""
+    window += max_query_len > 1
+    return paged_attention(*args, window=window, max_query_len=max_query_len, **options)
+
+
+def rounder_for_spans(*args, k_scale_NGB, max_query_len, **options):
+    """Attention that rounds the factors of keys where a row has several queries."""
+    scale = k_scale_NGB.half().float() if max_query_len > 1 else k_scale_NGB
+    return paged_attention(*args, k_scale_NGB=scale, max_query_len=max_query_len, **options)
+
+
+BROKEN_VARIANTS = {
+    "window": (AttentionVariant(rules={"window": 20}), wider_for_spans),
+    "int8 cache": (AttentionVariant(cache="int8"), rounder_for_spans),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_VARIANTS)
+def test_variant_reaches_the_kernel(name):
+    variant, run = BROKEN_VARIANTS[name]
+    setting = (TINY, torch.float16, CPU)
+    assert not attention_rows(*setting, **ATTENTION_SIZES, variant=variant)
+    assert attention_rows(*setting, **ATTENTION_SIZES, variant=variant, run=run)

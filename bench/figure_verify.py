@@ -1,0 +1,135 @@
+"""Draw verify(k+1) / decode(1) against context from the JSON of an attention sweep.
+
+    python -m pagedraft.bench.figure_verify bench/results/modelled/attention-full.json
+
+A measured sweep gives a ratio of times. A modelled one gives a ratio of bytes: keys, values,
+queries, outputs, and the partials that a split launch writes and its merge reads, as launched and
+for each level of the tree at which they may be stored. The PNG goes beside the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pagedraft.bench.attention_cases import BASE_ROWS, TREE_UNITS, VERIFY_SPANS
+from pagedraft.bench.attention_targets import MAX_VERIFY_OVER_DECODE, VERIFY_CONTEXTS
+
+Row = dict[str, Any]
+Points = list[tuple[int, float]]
+FILE_NAME = "verify_over_decode.png"
+COLOURS = dict(zip(VERIFY_SPANS, ("tab:green", "tab:blue", "tab:red"), strict=True))
+MODELLED = ("launched", *TREE_UNITS)
+STYLES = {"time": "-", "launched": "-", "segments": "--", "sections": ":"}
+
+
+def ratios(document: dict[str, Any]) -> dict[tuple[int, str], Points]:
+    """Return (context, ratio) points of each (queries a row, quantity).
+
+    quantity: "time" of a measured sweep, else one of MODELLED: where the partials are stored.
+    Points that were not measured are missing.
+    """
+    rows = {(row["step"], row["context"]): row for row in document["rows"] if _is_base(row)}
+    contexts = sorted({context for step, context in rows if step == "decode"})
+    found: dict[tuple[int, str], Points] = {}
+    for quantity in ("time",) if document["measured"] else MODELLED:
+        for span in VERIFY_SPANS:
+            pairs = [
+                (context, rows.get((f"verify{span}", context)), rows["decode", context])
+                for context in contexts
+            ]
+            points = [
+                (context, _value(verify, quantity) / _value(decode, quantity))
+                for context, verify, decode in pairs
+                if verify and _is_known(verify, quantity) and _is_known(decode, quantity)
+            ]
+            if points:
+                found[span, quantity] = points
+    return found
+
+
+def _is_base(row: Row) -> bool:
+    return not row["axes"] and row["rows"] == BASE_ROWS
+
+
+def _is_known(row: Row, quantity: str) -> bool:
+    return quantity != "time" or "time" in row
+
+
+def _value(row: Row, quantity: str) -> float:
+    return row["time"]["median"] if quantity == "time" else row["bytes"] + row["scratch"][quantity]
+
+
+def title(document: dict[str, Any]) -> str:
+    """Return what the figure shows and where the numbers are from."""
+    source = f"measured on {document['device']}" if document["measured"] else "modelled bytes"
+    return f"verify(k+1) / decode(1), {source}"
+
+
+def _label(span: int, quantity: str) -> str:
+    if quantity == "time":
+        return f"k+1 = {span}"
+    if quantity == "launched":
+        return f"k+1 = {span}, as launched"
+    return f"k+1 = {span}, all partials of {TREE_UNITS[quantity]} keys"
+
+
+def figure_of(document: dict[str, Any]) -> Any:
+    """Return the matplotlib Figure; ValueError if the document has no ratio to show."""
+    lines = ratios(document)
+    if not lines:
+        raise ValueError("rows: expected decode and verify at one context, got none with numbers")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for (span, quantity), points in lines.items():
+        is_main = quantity in ("time", "launched")
+        axes.plot(
+            *zip(*points, strict=True),
+            color=COLOURS[span],
+            linestyle=STYLES[quantity],
+            linewidth=2.0 if is_main else 1.0,
+            marker="o" if is_main else None,
+            label=_label(span, quantity),
+        )
+    target = (MAX_VERIFY_OVER_DECODE, *VERIFY_CONTEXTS)
+    axes.hlines(*target, "black", "dashdot", label="target, k+1 = 9")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    contexts = [context for context, _ in max(lines.values(), key=len)]
+    axes.set_xticks(contexts, [f"{n // 1024}k" if n >= 1024 else str(n) for n in contexts])
+    axes.set_xlabel(f"context (tokens); {BASE_ROWS} rows, 32 heads on 8, head dim 128, bf16")
+    what = "ratio of times" if document["measured"] else "ratio of bytes, each key counted once"
+    axes.set_ylabel(what)
+    axes.set_title(title(document))
+    axes.legend(ncols=1 if document["measured"] else 2, fontsize="small")
+    return figure
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """Write the figure to ``path``."""
+    figure = figure_of(document)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw the figure of each JSON named."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pagedraft.bench.figure_verify", description=__doc__
+    )
+    parser.add_argument("json", nargs="+", type=Path, help="attention-*.json of a sweep")
+    for source in parser.parse_args(arguments).json:
+        target = source.with_name(FILE_NAME)
+        draw(json.loads(source.read_text()), target)
+        print(target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
