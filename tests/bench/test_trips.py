@@ -212,14 +212,10 @@ def test_amd_assembly_has_the_same_blocks():
 # A product of two square fp16 tiles takes size^3 / 2048 instructions of 16x8x16, over four warps;
 # ``segments`` stores its fp32 tile, 16 bytes a thread at a time, after each four steps.
 TOYS = {
-    "one tile": ({"name": "product", "size": 32, "steps": 8, "period": 4}, 32, 2),
-    "larger tiles": ({"name": "product", "size": 64, "steps": 8, "period": 4}, 256, 8),
-    "a store after four steps": (
-        {"name": "segments", "size": 64, "steps": 8, "period": 4},
-        256,
-        16,
-    ),
-    "and again": ({"name": "segments", "size": 64, "steps": 64, "period": 4}, 2048, 128),
+    "one tile": (("product", 32, 8), 32, 2),
+    "larger tiles": (("product", 64, 8), 256, 8),
+    "a store after four steps": (("segments", 64, 8), 256, 16),
+    "and again": (("segments", 64, 64), 2048, 128),
 }
 
 

@@ -28,14 +28,14 @@ def run(name: str, size: int) -> None:
     KERNELS[name][(1,)](x, x, y, 8, BLOCK=size, PRECISION="ieee")
 
 
-def count(name: str, size: int, steps: int, period: int) -> dict[str, float]:
+def count(name: str, size: int, num_steps: int) -> dict[str, float]:
     """Return tensor-core instructions and 16-byte stores of one warp."""
     launches, failed = record_calls([Call("toy", name, lambda: run(name, size))], {"sm_80": SM_80})
     assert not failed, failed
     source, options = launches[0].source, launches[0].options
     compiled = triton.compile(source, target=SM_80, options=options)
     program = ProgramCount(asm_instructions(compiled.asm), lambda n: is_product(n, is_fp32=False))
-    trips = Trips((steps,), (period,))
+    trips = Trips((num_steps,), (4,))
     return {
         "products": program.executed(trips, lambda name: name.startswith("HMMA")),
         "stores": program.executed(trips, lambda name: name.startswith("STG.E.128")),
@@ -43,4 +43,4 @@ def count(name: str, size: int, steps: int, period: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    json.dump([count(**case) for case in json.loads(sys.argv[1])], sys.stdout)
+    json.dump([count(*case) for case in json.loads(sys.argv[1])], sys.stdout)

@@ -42,7 +42,7 @@ def product_kernel(a_ptr, b_ptr, y_ptr, num_steps, BLOCK: tl.constexpr, PRECISIO
 
 @triton.jit
 def segments_kernel(a_ptr, b_ptr, y_ptr, num_steps, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """Like ``product_kernel``, but the sum is stored and starts anew after four steps."""
+    """Like ``product_kernel``, but after four steps the sum is stored and starts anew."""
     offs = tl.arange(0, BLOCK)
     tile = offs[:, None] * BLOCK + offs[None, :]  # [BLOCK, BLOCK]
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
@@ -52,6 +52,7 @@ def segments_kernel(a_ptr, b_ptr, y_ptr, num_steps, BLOCK: tl.constexpr, PRECISI
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if step % 4 == 3:
             tl.store(y_ptr + step // 4 * BLOCK * BLOCK + tile, acc)
+            tl.debug_barrier()  # keeps the branch: Triton 3.9 would turn it into predicates
             acc = tl.zeros((BLOCK, BLOCK), tl.float32)
 
 
