@@ -24,7 +24,7 @@ from pagedraft.bench.shapes import (
     ModelShape,
     StepShape,
 )
-from pagedraft.bench.static_attention_calls import attention_calls
+from pagedraft.bench.static_attention_calls import CACHE_DTYPES, FP8_TARGETS, attention_calls
 from pagedraft.kernels.dispatch import OPS
 
 BLOCK_SIZE = 64
@@ -58,7 +58,8 @@ def calls(*, quick: bool = False, ops: tuple[str, ...] = OPS) -> Iterator[Call]:
         for model, step, dtype in few if quick else FULL_CASES:
             case = f"{model.name}-{step.name}-{dtype}"
             for suffix, run in make(model, step, DTYPES[dtype]):
-                yield Call(op, case + suffix, run)
+                targets = FP8_TARGETS if "fp8" in suffix else ()
+                yield Call(op, case + suffix, run, targets=targets)
 
 
 Runs = Iterator[tuple[str, Callable[[], object]]]
@@ -123,10 +124,14 @@ def step_tensors(model: ModelShape, step: StepShape, dtype: torch.dtype) -> dict
 
 
 def _write_kv(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
-    def run(num_freqs: int, has_qk_norm: bool, is_int8: bool, **options: Any) -> None:
+    half = model.head_dim // 2
+
+    def run(
+        *, num_freqs: int = half, has_qk_norm: bool = False, cache: str = "", **options: Any
+    ) -> None:
         from pagedraft.kernels.write_kv import write_kv
 
-        pools = step_tensors(model, step, torch.int8 if is_int8 else dtype)
+        pools = step_tensors(model, step, CACHE_DTYPES.get(cache, dtype))
         caches = pools["k_cache_NGBD"], pools["v_cache_NGBD"]
         scales = dict.fromkeys(("k_scale_NGB", "v_scale_NGB"), torch.empty(caches[0].shape[:3]))
         norm_D = torch.empty(model.head_dim, dtype=dtype) if has_qk_norm else None
@@ -141,16 +146,16 @@ def _write_kv(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
             model.num_heads,
             q_norm_D=norm_D,
             k_norm_D=norm_D,
-            **(scales if is_int8 else {}),
+            **(scales if cache else {}),
             **options,
         )
 
-    half = model.head_dim // 2
-    yield "", lambda: run(half, False, False)
-    yield "-qk_norm", lambda: run(half, True, False)
-    yield "-partial", lambda: run(half // 4, False, False)
-    yield "-interleaved", lambda: run(half, False, False, interleaved=True)
-    yield "-int8-qk_norm", lambda: run(half, True, True)
+    yield "", run
+    yield "-qk_norm", lambda: run(has_qk_norm=True)
+    yield "-partial", lambda: run(num_freqs=half // 4)
+    yield "-interleaved", lambda: run(interleaved=True)
+    yield "-int8-qk_norm", lambda: run(has_qk_norm=True, cache="int8")
+    yield "-fp8", lambda: run(cache="fp8")
 
 
 def _gated_mlp(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
