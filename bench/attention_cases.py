@@ -27,9 +27,8 @@ from pagedraft.kernels.paged_attention_launch import (
     SEGMENT,
     KVPool,
     Split,
-    num_row_tiles,
     shape_of,
-    split_of,
+    split_for,
 )
 from pagedraft.kernels.score_rules import ScoreRules
 
@@ -197,8 +196,7 @@ def launched_split(point: AttentionPoint, is_wide: bool) -> Split:
     longest = max(point.query_lens)
     rules = ScoreRules(point.head_dim**-0.5, point.window)
     shape, _ = shape_of(q_THD, pool, longest, rules, is_wide)
-    num_programs = num_row_tiles(shape, point.num_tokens, point.num_rows) * point.num_kv_heads
-    return split_of(num_programs, longest, point.context, point.window)
+    return split_for(shape, point.num_tokens, point.num_rows, longest, point.context)
 
 
 def num_units(point: AttentionPoint, unit: int) -> int:

@@ -25,10 +25,10 @@ from pagedraft.kernels.score_rules import ScoreRules
 SEGMENT = 256  # keys; together with SECTION and block_n part of every query's bits
 SECTION = 2048
 LOG2_E = 1.4426950408889634
-# One program on each of the 132 multiprocessors of an H200: from there on sections suffice, whose
-# partial results are an eighth of the segments'. Past eight programs each, the last wave is short.
+# On the 132 multiprocessors of an H200: one program on each, from where on sections suffice, whose
+# partial results are an eighth of the segments'; and what is resident at once, a wave.
 MIN_PROGRAMS = 132
-MANY_PROGRAMS = 1056
+WAVE = 264
 
 
 @dataclass(frozen=True)
@@ -100,20 +100,34 @@ class Split(NamedTuple):
 WALK = Split(0, 0)
 
 
-def split_of(num_programs: int, max_query_len: int, max_kv_len: int, window: int | None) -> Split:
-    """Choose the units from static sizes; num_programs: row tiles x KV heads without a split."""
-    keys = max_kv_len
-    if window is not None:
-        keys = min(keys, window + max_query_len - 1)
+def split_of(
+    num_programs: int, num_rows: int, max_query_len: int, max_kv_len: int, window: int | None
+) -> Split:
+    """Choose the units from static sizes.
+
+    num_programs: row tiles x KV heads without a split; num_rows: packed rows of one tile that hold
+    queries. One program walks all keys where there is one unit, and where the last wave of walks
+    idles no longer than partial results would take: each is 8 (D + 2) bytes a row, written and
+    read, beside the 4 SECTION D bytes of a section's 16-bit keys and values.
+    """
+    keys = max_kv_len if window is None else min(max_kv_len, window + max_query_len - 1)
     # A window may begin and end inside a unit.
     num_sections, num_segments = (
         triton.cdiv(keys, unit) + (keys < max_kv_len) for unit in (SECTION, SEGMENT)
     )
-    if num_segments == 1 or num_programs >= MANY_PROGRAMS:
+    if num_segments == 1:
         return WALK
     if num_programs * num_sections < MIN_PROGRAMS:
         return Split(SEGMENT, num_segments)
-    return Split(SECTION, num_sections) if num_sections > 1 else WALK
+    idle = _idle_share(num_programs) - _idle_share(num_programs * num_sections)
+    if num_sections == 1 or idle <= 2 * num_rows / SECTION:
+        return WALK
+    return Split(SECTION, num_sections)
+
+
+def _idle_share(num_programs: int) -> float:
+    """How much longer whole waves take than the programs' work spread evenly."""
+    return triton.cdiv(num_programs, WAVE) * WAVE / num_programs - 1.0
 
 
 class PagedRows(NamedTuple):
@@ -175,6 +189,15 @@ def num_row_tiles(shape: AttentionShape, num_tokens: int, num_rows: int) -> int:
     """Grid bound on the tiles of all rows that needs no device value."""
     queries = shape.block_m // shape.group
     return num_rows if shape.is_one_tile else num_tokens // queries + num_rows
+
+
+def split_for(
+    shape: AttentionShape, num_tokens: int, num_rows: int, max_query_len: int, max_kv_len: int
+) -> Split:
+    """Return what a launch of these sizes chooses."""
+    num_programs = num_row_tiles(shape, num_tokens, num_rows) * shape.num_kv_heads
+    num_packed = min(shape.block_m, shape.group * max_query_len)
+    return split_of(num_programs, num_packed, max_query_len, max_kv_len, shape.window or None)
 
 
 class SharedPrefixes(NamedTuple):
@@ -278,8 +301,7 @@ def launch(
     if shared is not None and (rules.window is not None or shared.max_keys < SEGMENT):
         shared = None
     if split is None:
-        num_programs = num_tiles * shape.num_kv_heads
-        split = split_of(num_programs, rows.max_query_len, rows.max_kv_len, rules.window)
+        split = split_for(shape, num_tokens, num_rows, rows.max_query_len, rows.max_kv_len)
         with_prefix = shared and split_for_prefix(q_THD, pool, split, shared, rows.max_kv_len)
         split, shared = (with_prefix, shared) if with_prefix else (split, None)
     scale, tanh_scale = scales_of(rules)

@@ -124,8 +124,10 @@ def _load_tile(pool_ptr, base, slot_n, mask_n, shape: tl.constexpr, IS_MASKED: t
     HEAD_DIM: tl.constexpr = shape.head_dim
     offs_d = tl.arange(0, shape.block_d)
     ptrs = pool_ptr + base * HEAD_DIM + (slot_n[:, None] * HEAD_DIM + offs_d[None, :])
-    if IS_MASKED or shape.block_d != HEAD_DIM:
+    if shape.block_d != HEAD_DIM:
         tile = tl.load(ptrs, mask=mask_n[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    elif IS_MASKED:
+        tile = tl.load(ptrs, mask=mask_n[:, None], other=0.0)
     else:
         tile = tl.load(ptrs)
     return tile

@@ -7,8 +7,8 @@ import pytest
 from pagedraft.kernels.dispatch import INTERPRETED
 from pagedraft.kernels.paged_attention import paged_attention_cost
 from pagedraft.kernels.paged_attention_launch import (
-    MANY_PROGRAMS,
     WALK,
+    WAVE,
     Split,
     attention_config,
     split_of,
@@ -32,18 +32,22 @@ def test_wide_tiles_are_for_more_than_32_rows(group, span, block_m):
     assert attention_config(group, 128, 2, span, False, True).block_m == block_m
 
 
-# name: (row tiles x KV heads, longest span, longest context, window, split)
+# name: (row tiles x KV heads, packed rows, longest span, longest context, window, split)
 SPLITS = {
-    "context_of_a_segment": (8, 1, 256, None, WALK),
-    "one_short_row": (8, 1, 1000, None, Split(SEGMENT, 4)),
-    "one_long_row": (8, 1, 65536, None, Split(SECTION, 32)),
-    "several_rows": (64, 1, 8192, None, Split(SECTION, 4)),
-    "one_section_fills_the_device": (264, 1, 2048, None, WALK),
-    "many_rows": (MANY_PROGRAMS, 1, 8192, None, WALK),
-    "window_bounds_the_units": (8, 1, 65536, 512, Split(SEGMENT, 3)),
-    "window_of_a_key": (8, 1, 65536, 1, Split(SEGMENT, 2)),
-    "window_over_the_context": (8, 1, 1000, 5000, Split(SEGMENT, 4)),
-    "span_widens_the_window": (8, 300, 65536, 512, Split(SEGMENT, 5)),
+    "context_of_a_segment": (8, 4, 1, 256, None, WALK),
+    "one_short_row": (8, 4, 1, 1000, None, Split(SEGMENT, 4)),
+    "one_long_row": (8, 4, 1, 65536, None, Split(SECTION, 32)),
+    "several_rows": (64, 4, 1, 8192, None, Split(SECTION, 4)),
+    "one_section_fills_the_device": (264, 4, 1, 2048, None, WALK),
+    "walks_fill_a_wave": (WAVE, 64, 512, 8192, None, WALK),
+    "walks_fill_most_of_a_wave": (WAVE - 8, 64, 512, 8192, None, WALK),
+    "walks_begin_another_wave": (WAVE + 8, 64, 512, 8192, None, Split(SECTION, 4)),
+    "many_walks": (20 * WAVE + 8, 64, 512, 8192, None, WALK),
+    "few_rows_have_cheap_partial_results": (3 * WAVE + 50, 4, 1, 8192, None, Split(SECTION, 4)),
+    "window_bounds_the_units": (8, 4, 1, 65536, 512, Split(SEGMENT, 3)),
+    "window_of_a_key": (8, 4, 1, 65536, 1, Split(SEGMENT, 2)),
+    "window_over_the_context": (8, 4, 1, 1000, 5000, Split(SEGMENT, 4)),
+    "span_widens_the_window": (8, 64, 300, 65536, 512, Split(SEGMENT, 5)),
 }
 
 
