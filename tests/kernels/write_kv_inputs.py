@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from pagedraft.kernels.kv_quant import KV_DTYPES, dequantize_kv
 from pagedraft.kernels.write_kv import write_kv, write_kv_ref
+from pagedraft.model.kv_cache import FP8, check_fp8_arch, gpu_arch
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
 from pagedraft.tests.inputs import POISON, Guarded, randn
 
@@ -41,6 +43,14 @@ def rotary_tables(num_freqs: int, num_positions: int = MAX_POSITIONS) -> tuple[t
     return angle_PR.cos(), angle_PR.sin()
 
 
+def skip_without_fp8(device: torch.device) -> None:
+    """Skip the test, with the error that a pool would raise, where kernels cannot store fp8."""
+    try:
+        check_fp8_arch(gpu_arch(device))
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
 @dataclass
 class Inputs:
     """Arguments of one call, with poisoned caches and scales between guards."""
@@ -69,6 +79,8 @@ class Inputs:
         )
         shape = (self.num_blocks, case.kv_heads, case.block_size, case.head_dim)
         cache_dtype = case.cache_dtype or dtype
+        if cache_dtype == FP8:
+            skip_without_fp8(device)
         self.guards = [Guarded(*shape, dtype=cache_dtype, device=device) for _ in range(2)]
         self.caches = tuple(guard.tensor for guard in self.guards)
         self.scales: dict[str, torch.Tensor] = {}
