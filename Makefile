@@ -32,7 +32,7 @@ test: lint  ## lint, then every test
 	$(PYTEST)
 
 test-kernels: $(STAMP)  ## kernel tests; K=name for one op
-	$(PYTEST) $(if $(K),tests/kernels/test_$(K).py,tests/kernels)
+	$(PYTEST) $(if $(K),$(wildcard tests/kernels/test_$(K)*.py),tests/kernels)
 
 static: $(STAMP) $(TRITON_DIR)  ## compile the kernels for every GPU target; TRITON=3.9.0 for that version
 	$(if $(TRITON),PYTHONPATH=$(TRITON_DIR)) $(BIN)/python -m pagedraft.bench.static --quick
