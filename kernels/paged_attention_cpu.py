@@ -14,6 +14,7 @@ by all layers: paged_attention_plan.py, paged_attention_buffers.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,13 +24,13 @@ import torch
 from pagedraft.kernels.paged_attention_buffers import (
     SINK_COLUMNS,
     Buffers,
-    Gather,
     Group,
     Rows,
+    RunViews,
+    Sizes,
     build_group,
     build_rows,
     group_sizes,
-    max_matrices,
 )
 from pagedraft.kernels.paged_attention_plan import (
     Geometry,
@@ -37,7 +38,7 @@ from pagedraft.kernels.paged_attention_plan import (
     group_pieces,
     index_group,
 )
-from pagedraft.kernels.paged_attention_tiles import TILE, find_row_counts, one_thread
+from pagedraft.kernels.paged_attention_tiles import TILE, find_row_counts, use_threads
 from pagedraft.kernels.score_rules import ScoreRules
 
 
@@ -64,11 +65,8 @@ class AttentionPlan:
         return window in self.windows
 
 
-class Pool(NamedTuple):
-    """Keys or values of all blocks, seen as units; scale_NB1 of a quantised cache."""
-
-    stored_NBD: torch.Tensor
-    scale_NB1: torch.Tensor | None
+# Keys or values of all blocks, seen as units [N, B, D], and of a quantised cache scales [N, B, 1].
+Pool = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def fill_plan(
@@ -89,22 +87,20 @@ def fill_plan(
     starts, kv_lens = query_starts_R1.tolist(), kv_lens_R.tolist()
     pieces = cut_pieces(starts, kv_lens, window, geometry, counts.sizes)
     table = block_table_RM.numpy()
-    most = max_matrices(geometry)
     indices = [
-        index_group(group, table, window, geometry, most)
-        for group in group_pieces(pieces, num_kv_heads)
+        index_group(group, table, window, geometry) for group in group_pieces(pieces, num_kv_heads)
     ]
     num_packed = sum(index.queries_RGP.size for index in indices)
     packed_xD = torch.empty(num_packed + 1, head_dim)
     packed_xD[-1] = 0.0
     outputs = np.full(num_tokens * num_heads, num_packed, dtype=np.int64)
-    groups: list[Group] = []
-    buffers = Buffers([group_sizes(index, head_dim) for index in indices], k_cache_NGBD.dtype)
-    first = 0
+    sizes = [group_sizes(index, head_dim) for index in indices] or [Sizes(0, 0, 0, 0)]
+    buffers = Buffers(sizes, k_cache_NGBD.dtype)
+    groups, first = [], 0
     for index in indices:
-        outputs[index.outputs] = first + index.packed
-        last = first + index.queries_RGP.size
-        out_XPD = packed_xD[first:last].view(-1, index.queries_RGP.shape[2], head_dim)
+        last = first + index.outputs_RGP.size
+        outputs[index.outputs_RGP.reshape(-1)] = np.arange(first, last)
+        out_XPD = packed_xD[first:last].view(-1, index.outputs_RGP.shape[2], head_dim)
         groups.append(build_group(index, geometry, counts, buffers, out_XPD))
         first = last
     plan.windows[window] = WindowPlan(groups, packed_xD, torch.from_numpy(outputs))
@@ -119,23 +115,23 @@ def _query_stride(q_THD: torch.Tensor) -> int:
     return q_THD.stride(0) // head_dim
 
 
-def load(pool: Pool, gather: Gather) -> None:
+def load(pool: Pool, run: RunViews) -> None:
     """Gather a run's keys or values as fp32, zeros where nobody's are."""
-    if pool.scale_NB1 is None:
-        torch.index_select(pool.stored_NBD, 0, gather.units, out=gather.kv_uBD)
+    stored_NBD, scale_NB1 = pool
+    if scale_NB1 is None:
+        torch.index_select(stored_NBD, 0, run.units_u, out=run.kv_uBD)
     else:
-        torch.index_select(pool.stored_NBD, 0, gather.units, out=gather.stored_uBD)
-        torch.index_select(pool.scale_NB1, 0, gather.units, out=gather.scale_uB1)
-        stored_uBD = gather.stored_uBD
-        if gather.half_uBD is not None:
-            stored_uBD = _fp8_as_fp16(stored_uBD, gather.half_uBD)
-            gather.scale_uB1.mul_(256.0)
-        torch.mul(stored_uBD, gather.scale_uB1, out=gather.kv_uBD)
-    if gather.dead:
-        torch._foreach_zero_(gather.dead)
+        stored_uBD = torch.index_select(stored_NBD, 0, run.units_u, out=run.stored_uBD)
+        torch.index_select(scale_NB1, 0, run.units_u, out=run.scale_uB1)
+        if run.half_uBD is not None:
+            stored_uBD = fp8_as_fp16(stored_uBD, run.half_uBD)
+            run.scale_uB1.mul_(256.0)
+        torch.mul(stored_uBD, run.scale_uB1, out=run.kv_uBD)
+    if run.dead:
+        torch._foreach_zero_(run.dead)
 
 
-def _fp8_as_fp16(bytes_uBD: torch.Tensor, half_uBD: torch.Tensor) -> torch.Tensor:
+def fp8_as_fp16(bytes_uBD: torch.Tensor, half_uBD: torch.Tensor) -> torch.Tensor:
     """Return e4m3 values / 256 as fp16: their bits at fp16's places, whose exponent starts 8 lower.
 
     20 times faster than torch's cast. A NaN becomes 480 / 256: a quantised pool tells it by its
@@ -147,7 +143,7 @@ def _fp8_as_fp16(bytes_uBD: torch.Tensor, half_uBD: torch.Tensor) -> torch.Tenso
 
 def cap(scores_x: torch.Tensor, soft_cap: float) -> None:
     """Set scores, which hold x / soft_cap, to soft_cap * tanh(x / soft_cap)."""
-    with one_thread():  # threads may cut between vectors, and the last elements take another tanh
+    with use_threads(1):  # threads may cut between vectors, and the last elements take another tanh
         scores_x.tanh_().mul_(soft_cap)
 
 
@@ -157,7 +153,8 @@ def rows_with_sinks(group: Group, sinks_H: torch.Tensor) -> Rows:
     if rows is None:
         rows = build_rows(group.index, group.runs, group.out_XPD, None, SINK_COLUMNS)
         group.sink_rows = rows
-    rows.logits_XPW[:, :, -SINK_COLUMNS] = sinks_H[group.heads_XP]
+    heads_RGP = torch.from_numpy(group.index.heads_RGP)
+    rows.logits_XPW[:, :, -SINK_COLUMNS] = sinks_H[heads_RGP].flatten(0, 1)
     return rows
 
 
@@ -166,21 +163,27 @@ def attend_group(
 ) -> None:
     """Compute a group's packed outputs into its ``out_XPD``."""
     rows = group.rows if rules.sinks_H is None else rows_with_sinks(group, rules.sinks_H)
+    torch.index_select(q_xD, 0, group.queries, out=group.q_xD)
     scale = rules.scale if rules.soft_cap is None else rules.scale / rules.soft_cap
-    # Scaled here: some products would scale an operand, others their result.
-    torch.index_select(q_xD, 0, group.queries, out=group.q_xD).mul_(scale)
-    for run, logits_RGPnT in zip(group.runs, rows.logits, strict=True):
-        load(keys, run.gather)
+    if math.frexp(scale)[0] != 0.5:
+        # Some products scale an operand, some their result: alike for powers of two only.
+        group.q_xD.mul_(scale)
+        scale = 1.0
+    for run, logits in zip(group.runs, rows.logits, strict=True):
+        load(keys, run)
         for q_XPD, k_XDT, scores_XPT in run.products:
-            scores_XPT.baddbmm_(q_XPD, k_XDT, beta=0)
+            scores_XPT.baddbmm_(q_XPD, k_XDT, beta=0, alpha=scale)
         if rules.soft_cap is not None:
             cap(run.scores_x, rules.soft_cap)
-        torch.add(run.scores_RGPnT, run.bias_R1PnT, out=logits_RGPnT)
+        if run.bias is None:
+            logits.copy_(run.scores)
+        else:
+            torch.add(run.scores, run.bias, out=logits)
     torch.softmax(rows.logits_XPW, -1, out=rows.probs_XPW)
-    for run, tiles in zip(group.runs, rows.tiles, strict=True):
-        load(values, run.gather)
-        for out_XPD, probs_XPT, v_XTD, beta in tiles:
-            out_XPD.baddbmm_(probs_XPT, v_XTD, beta=beta)
+    for run, products in zip(group.runs, rows.products, strict=True):
+        load(values, run)
+        for out_XPD, probs_XPW, v_XWD, beta in products:
+            out_XPD.baddbmm_(probs_XPW, v_XWD, beta=beta)
 
 
 def paged_attention_cpu(
@@ -202,23 +205,18 @@ def paged_attention_cpu(
         q_THD = q_THD.contiguous()
     q_xD = q_THD.as_strided(((num_tokens - 1) * query_stride + num_heads, head_dim), (head_dim, 1))
     unit = min(k_cache_NGBD.shape[2], TILE)
-    keys, values = (
-        _as_pool(cache, None if kv_scales is None else kv_scales[i], unit)
-        for i, cache in enumerate((k_cache_NGBD, v_cache_NGBD))
-    )
+    keys = k_cache_NGBD.view(-1, unit, head_dim), None
+    values = v_cache_NGBD.view(-1, unit, head_dim), None
+    if kv_scales is not None:
+        k_scale_NB1, v_scale_NB1 = (scale_NGB.view(-1, unit, 1) for scale_NGB in kv_scales)
+        keys = keys[0].view(torch.int8), k_scale_NB1
+        values = values[0].view(torch.int8), v_scale_NB1
     groups, packed_xD, outputs = plan.windows[rules.window]
     for group in groups:
         if group.is_serial:
-            with one_thread():
+            with use_threads(1):
                 attend_group(q_xD, keys, values, group, rules)
         else:
             attend_group(q_xD, keys, values, group, rules)
     torch.index_select(packed_xD, 0, outputs, out=out_THD.view(-1, head_dim))
     return out_THD
-
-
-def _as_pool(cache_NGBD: torch.Tensor, scale_NGB: torch.Tensor | None, unit: int) -> Pool:
-    stored_NBD = cache_NGBD.view(-1, unit, cache_NGBD.shape[3])
-    if scale_NGB is None:
-        return Pool(stored_NBD, None)
-    return Pool(stored_NBD.view(torch.int8), scale_NGB.view(-1, unit, 1))

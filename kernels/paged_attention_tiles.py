@@ -22,7 +22,10 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-TILE = 64  # keys of one matrix
+TILE = 64  # keys of a matrix of scores
+# (positions below, tiles of a segment): the values of a segment are one matrix. Longer ones take
+# fewer calls; zeros fill the last one.
+SEGMENTS = ((TILE, 1), (1024, 2), (2**62, 4))
 # Even counts keep every matrix on 64-byte boundaries; 1 row is the last resort.
 ROW_COUNTS = (1, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192)
 
@@ -39,19 +42,19 @@ class RowCounts(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Random operands of both products, for up to X matrices: one row of each left operand."""
+    """Random operands of the products, for up to X matrices: one row of each left operand."""
 
     q_X1D: torch.Tensor
     k_XTD: torch.Tensor
-    probs_X1T: torch.Tensor
-    v_XTD: torch.Tensor
+    probs_X1W: torch.Tensor
+    v_XWD: torch.Tensor
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread inside the ``with`` block; half a microsecond."""
+def use_threads(count: int) -> Iterator[None]:
+    """Let torch use ``count`` threads inside the ``with`` block."""
     saved = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
@@ -60,10 +63,10 @@ def one_thread() -> Iterator[None]:
 
 @lru_cache(maxsize=32)
 def find_row_counts(head_dim: int, num_threads: int) -> RowCounts:
-    """Run the self-test for this head dim and this number of threads (the current one)."""
-    counts = sorted({1, 2, 3, max(1, num_threads - 1), num_threads, 2 * num_threads, 12})
+    """Run the self-test for this head dim and this number of threads."""
+    counts = sorted({1, 2, 5, max(1, num_threads - 1), num_threads, 2 * num_threads})
     operands = _operands(counts[-1], head_dim)
-    with one_thread():
+    with use_threads(1):
         alike: dict[bytes, list[int]] = {}
         for num_rows in ROW_COUNTS:
             rows_XR = one_row(operands, num_rows, counts)
@@ -74,11 +77,12 @@ def find_row_counts(head_dim: int, num_threads: int) -> RowCounts:
     if sizes == [1]:
         logger.warning("attention, head dim %d: no row counts agree; one row a product", head_dim)
     min_threaded = counts[-1] + 1
-    for count in reversed(counts if expected_XR is not None else []):
-        rows = [one_row(operands, num_rows, [count]) for num_rows in sizes]
-        if any(r_XR is None or not torch.equal(r_XR, expected_XR[:count]) for r_XR in rows):
-            break
-        min_threaded = count
+    with use_threads(num_threads):
+        for count in reversed(counts if expected_XR is not None else []):
+            rows = [one_row(operands, num_rows, [count]) for num_rows in sizes]
+            if any(r_XR is None or not torch.equal(r_XR, expected_XR[:count]) for r_XR in rows):
+                break
+            min_threaded = count
     return RowCounts(tuple(sizes), min_threaded)
 
 
@@ -98,22 +102,29 @@ def one_row(operands: Operands, num_rows: int, counts: list[int]) -> torch.Tenso
 
 
 def products(operands: Operands, num_rows: int, count: int) -> torch.Tensor:
-    """Scores and outputs [count, num_rows, TILE + D] of copied rows, called as attention does.
+    """Scores and outputs [count, num_rows, TILE + 3 D] of copied rows, called as attention does.
 
-    The outputs add two tiles; the rows of their left operand are 2 or more tiles apart.
+    The outputs of each length of segment add two segments; the rows of their left operand are two
+    or more segments apart.
     """
     q_XPD = operands.q_X1D[:count].repeat(1, num_rows, 1)
     scores_XPT = q_XPD.new_empty(count, num_rows, TILE)
-    scores_XPT.baddbmm_(q_XPD, operands.k_XTD[:count].transpose(1, 2), beta=0)
-    probs_XPW = operands.probs_X1T[:count].repeat(1, num_rows, 2 + count % 3)
-    out_XPD = torch.empty_like(q_XPD)
-    out_XPD.baddbmm_(probs_XPW[:, :, :TILE], operands.v_XTD[:count], beta=0)
-    out_XPD.baddbmm_(probs_XPW[:, :, TILE : 2 * TILE], operands.v_XTD[:count])
-    return torch.cat((scores_XPT, out_XPD), 2)
+    scores_XPT.baddbmm_(q_XPD, operands.k_XTD[:count].transpose(1, 2), beta=0, alpha=0.125)
+    results = [scores_XPT]
+    for _, num_tiles in SEGMENTS:
+        width = num_tiles * TILE
+        probs_XPW = operands.probs_X1W[:count, :, :width].repeat(1, num_rows, 2 + count % 3)
+        v_XWD = operands.v_XWD[:count, :width]
+        out_XPD = torch.empty_like(q_XPD)
+        out_XPD.baddbmm_(probs_XPW[:, :, :width], v_XWD, beta=0)
+        out_XPD.baddbmm_(probs_XPW[:, :, width : 2 * width], v_XWD)
+        results.append(out_XPD)
+    return torch.cat(results, 2)
 
 
 def _operands(num_matrices: int, head_dim: int) -> Operands:
     generator = torch.Generator().manual_seed(0)
+    width = TILE * SEGMENTS[-1][1]
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(num_matrices, *shape, generator=generator)
@@ -121,6 +132,6 @@ def _operands(num_matrices: int, head_dim: int) -> Operands:
     return Operands(
         q_X1D=randn(1, head_dim),
         k_XTD=randn(TILE, head_dim),
-        probs_X1T=randn(1, TILE).softmax(-1),
-        v_XTD=randn(TILE, head_dim),
+        probs_X1W=randn(1, width).softmax(-1),
+        v_XWD=randn(width, head_dim),
     )
