@@ -22,14 +22,8 @@ from pagedraft.kernels.paged_attention import (
     paged_attention,
     paged_attention_cost,
 )
-from pagedraft.kernels.paged_attention_launch import (
-    SECTION,
-    SEGMENT,
-    KVPool,
-    Split,
-    shape_of,
-    split_for,
-)
+from pagedraft.kernels.paged_attention_config import SECTION, SEGMENT, Split, split_for
+from pagedraft.kernels.paged_attention_launch import KVPool, shape_of
 from pagedraft.kernels.score_rules import ScoreRules
 
 CACHE_DTYPES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}

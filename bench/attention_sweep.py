@@ -138,7 +138,7 @@ def measure_point(
 
 
 def _priced_on(point: AttentionPoint, ceiling: Ceiling, device: torch.device) -> Row:
-    is_wide = wide_tiles(device, DTYPES[point.dtype])
+    is_wide = wide_tiles(device, DTYPES[point.dtype], point.head_dim)
     return price(point, ceiling, is_wide) | {"problem": None}
 
 

@@ -20,7 +20,7 @@ Source: Dao, FlashAttention-2, arXiv 2307.08691; Kwon et al., PagedAttention, ar
     sinks: Xiao et al., arXiv 2309.17453, in gpt-oss's form; shared prefixes: Juravsky et al.,
     Hydragen, arXiv 2402.05099.
 
-Exactness: every query's keys are reduced in one fixed tree (paged_attention_launch.py), whose cuts
+Exactness: every query's keys are reduced in one fixed tree (paged_attention_config.py), whose cuts
 are absolute positions. Nothing else that a launch chooses enters a query's sums: hidden tiles,
 segments and sections change no bit, and so neither do span, batch, chunk, split, bounds or a shared
 prefix. Block sizes give the same bits too: what a tile loads does not depend on them.

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pagedraft.kernels.paged_attention_launch import SEGMENT, SharedPrefixes
+from pagedraft.kernels.paged_attention_config import SEGMENT
+from pagedraft.kernels.paged_attention_launch import SharedPrefixes
 
 
 class Run(NamedTuple):

@@ -12,13 +12,8 @@ import torch
 from pagedraft.kernels import paged_attention_launch
 from pagedraft.kernels.dispatch import INTERPRETED
 from pagedraft.kernels.paged_attention import paged_attention, paged_attention_ref
-from pagedraft.kernels.paged_attention_launch import (
-    KVPool,
-    PagedRows,
-    SharedPrefixes,
-    Split,
-    launch,
-)
+from pagedraft.kernels.paged_attention_config import Split
+from pagedraft.kernels.paged_attention_launch import KVPool, PagedRows, SharedPrefixes, launch
 from pagedraft.kernels.score_rules import ScoreRules
 from pagedraft.tests.compare import assert_no_worse
 from pagedraft.tests.inputs import Guarded, PagedCase, paged_case, poisoned, randn

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedraft.kernels.paged_attention_launch import WALK, Split
+from pagedraft.kernels.paged_attention_config import WALK, Split
 from pagedraft.tests.compare import assert_same_bits
 from pagedraft.tests.inputs import paged_case
 from pagedraft.tests.kernels.attention import (

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from pagedraft.kernels.dispatch import INTERPRETED
+from pagedraft.kernels.paged_attention_config import SECTION, SEGMENT, Split
 from pagedraft.kernels.paged_attention_launch import (
     LAUNCH_BYTES,
-    SECTION,
-    SEGMENT,
     KVPool,
     SharedPrefixes,
-    Split,
     split_for_prefix,
 )
 from pagedraft.model.batch import Span, build_step_batch
