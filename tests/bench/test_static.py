@@ -35,7 +35,7 @@ def run_static(json_path: Path, *arguments: str) -> list[dict]:
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(json_path.parent / "cache"),
     }
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert json_path.exists(), done.stdout[-2000:] + done.stderr[-2000:]
     results = json.loads(json_path.read_text())["results"]
     assert done.returncode == int(any(r["problem"] for r in results))
