@@ -83,7 +83,7 @@ def test_bits_do_not_depend_on_the_launch(name, unit, whole, device):
 def test_bits_do_not_depend_on_the_tile(split, block_size, device):
     if device.type == "cuda" and not wide_tiles(device, FP16, 32):
         pytest.skip(
-            "wide tiles are not used on this device: HGMMA's sums are not HMMA's, or no sm_90"
+            "wide tiles are not used on this device: no sm_90, or other sums"
         )
     sizes = {**SIZES, "dtype": FP16, "block_size": block_size}
     case = paged_case([14, 1], [600, 65], **sizes, device=device)
