@@ -132,7 +132,12 @@ def row_equality() -> list[str]:
     """Return which rows of linear and paged_attention change bits with what runs beside them.
 
     On a GPU the checks run at once in processes of their own: most of their time is compilation.
+    Says too whether this device's wide tiles (HGMMA) give the bits of smaller ones and are used.
     """
+    from pagedraft.kernels.paged_attention_launch import wide_tiles
+
+    used = {str(dtype): wide_tiles(DEVICE, dtype, 128) for dtype in (torch.bfloat16, torch.float16)}
+    print(f"attention's wide tiles, used where their bits are those of others: {used}", flush=True)
     spawn = multiprocessing.get_context("spawn")
     num_workers = 1 if DRY else min(len(row_jobs()), os.cpu_count() or 1)
     with ProcessPoolExecutor(num_workers, spawn) as pool:
