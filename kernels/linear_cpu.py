@@ -7,9 +7,9 @@ rows at which a row's bits depend on nothing but that row; the caller pads to it
 Formats, measured on 2 AVX2 cores with weights of 576x576 to 3072x576:
 
 * ``fbgemm_fp16``: fp16 weights at 12 to 17 GB/s for 1 to 6 rows, 150 GFLOP/s at 64; bits equal for
-  every multiple of 3 rows (1, 2, 7, 14, 31, 32, 37, ... rows differ).
-* ``onednn_fp32``: fp32 weights, half the speed at few rows, a tie at 500; equal for every count.
-* ``plain_fp32``: ``F.linear``; equal for multiples of 4 from 12 rows on.
+  every multiple of 3 rows (with AVX512 for every count).
+* ``onednn_fp32``: fp32 weights, half the speed at few rows, a tie at 500; equal for multiples of 1 or 2.
+* ``plain_fp32``: ``F.linear``; equal for multiples of 4 to 16, by processor, or for none.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ ROW_MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 14, 16, 24)
 ROW_TILES = (16, 4, 1)
 SPREAD = (1, 2, 3, 5, 11, 22, 40)
 MAX_TEST_ROWS = 168
+MAX_ROWS = 672  # of a call, a common multiple of ROW_MULTIPLES; more rows are cut
 MAX_TEST_WEIGHTS = 2**20
 THIN = 32
 
@@ -98,7 +99,7 @@ def _plain_unpack(handle: Any) -> torch.Tensor:
 FORMATS = {
     "fbgemm_fp16": Format(_fbgemm_pack, _fbgemm_run, _fbgemm_unpack, 126, True),
     "onednn_fp32": Format(_onednn_pack, _onednn_run, _onednn_unpack, 12, False),
-    "plain_fp32": Format(_plain_pack, _plain_run, _plain_unpack, 48, False),
+    "plain_fp32": Format(_plain_pack, _plain_run, _plain_unpack, MAX_TEST_ROWS, False),
 }
 
 
@@ -129,14 +130,14 @@ def pack(
         formats = tuple(FORMATS) if weight_OI.dtype != torch.float32 else tuple(FORMATS)[1:]
     weight_OI = weight_OI.detach().float().contiguous()
     bias_O = None if bias_O is None else bias_O.detach().float()
-    num_out, num_in = weight_OI.shape
+    key = (*weight_OI.shape, bias_O is not None, torch.get_num_threads())
     reasons = []
     for name in formats:
         scale = _fp16_scale(weight_OI) if FORMATS[name].is_fp16 else 1.0
         if scale is None:
             reasons.append(f"{name}: weights do not fit fp16")
             continue
-        multiple, reason = find_row_multiple(name, num_out, num_in, torch.get_num_threads())
+        multiple, reason = find_row_multiple(name, *key)
         if multiple == 0:
             reasons.append(f"{name}: {reason}")
             continue
@@ -148,6 +149,9 @@ def pack(
 def run(x_TI: torch.Tensor, weight: CpuWeight, residual_TO: torch.Tensor | None) -> torch.Tensor:
     """Return y = x Wt (+ bias) (+ residual), [T, O] fp32; pads x where the format asks for it."""
     num_rows = x_TI.shape[0]
+    if num_rows > MAX_ROWS:
+        y_TO = torch.cat([run(part_TI, weight, None) for part_TI in x_TI.split(MAX_ROWS)])
+        return y_TO if residual_TO is None else y_TO.add_(residual_TO)
     if num_rows % weight.row_multiple == 0 and weight.scale == 1.0 and not weight.row_tile:
         y_TO = FORMATS[weight.format].run(x_TI, weight.handle)  # the usual case, 120 times a step
         return y_TO if residual_TO is None else y_TO.add_(residual_TO)
@@ -189,7 +193,8 @@ def _pack_scaled(
 def _pack_tiles(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, reason: str) -> CpuWeight:
     """Pack for ``F.linear`` run with one fixed row count, the last resort."""
     num_out, num_in = weight_OI.shape
-    tile = next(n for n in ROW_TILES if n == 1 or _tile_is_uniform(n, num_out, num_in))
+    sizes = (num_out, num_in, bias_O is not None)
+    tile = next(n for n in ROW_TILES if n == 1 or _tile_is_uniform(n, *sizes))
     logger.warning(
         "linear %dx%d: no row multiple keeps a row's bits (%s); running fixed tiles of %d rows",
         *(num_out, num_in, reason, tile),
@@ -215,25 +220,30 @@ def _fp16_scale(weight_OI: torch.Tensor) -> float | None:
 
 
 @lru_cache(maxsize=256)
-def find_row_multiple(name: str, num_out: int, num_in: int, num_threads: int) -> tuple[int, str]:
+def find_row_multiple(
+    name: str, num_out: int, num_in: int, has_bias: bool, num_threads: int
+) -> tuple[int, str]:
     """Return (smallest row multiple that keeps bits, ""), or (0, why there is none).
 
     Runs the format on random weights of this shape (at most ``MAX_TEST_WEIGHTS`` of them) in a
-    spread of row counts, and on a thin slice in every row count up to the format's ``num_dense``.
-    ``num_threads`` is part of the key because libraries split work by it.
+    spread of row counts up to ``MAX_ROWS``, and on a thin slice in every row count up to the
+    format's ``num_dense``. ``num_threads`` is part of the key because libraries split work by it.
     """
-    weight_OI, x_TI = _test_operands(num_out, num_in)
+    weight_OI, bias_O, x_TI = _test_operands(num_out, num_in, has_bias)
     thin_OI = weight_OI[:THIN].contiguous()
+    thin_O = None if bias_O is None else bias_O[:THIN].contiguous()
     form = FORMATS[name]
     try:
-        thin, full = form.pack(thin_OI, None), form.pack(weight_OI, None)
+        thin, full = form.pack(thin_OI, thin_O), form.pack(weight_OI, bias_O)
         if not torch.equal(form.unpack(thin), thin_OI):
             return 0, "packing changes weights"
         for multiple in ROW_MULTIPLES:
             dense = range(multiple, form.num_dense + 1, multiple)
             spread = [n * multiple for n in SPREAD if n * multiple <= MAX_TEST_ROWS]
-            if _rows_agree(form, thin, x_TI, multiple, dense) and _rows_agree(
-                form, full, x_TI, multiple, spread
+            if (
+                _rows_agree(form, thin, x_TI, multiple, dense)
+                and _rows_agree(form, full, x_TI, multiple, spread)
+                and _long_runs_agree(form, full, x_TI, multiple)
             ):
                 return multiple, ""
     except (RuntimeError, AttributeError) as error:
@@ -255,22 +265,36 @@ def _rows_agree(
     return True
 
 
-def _tile_is_uniform(num_rows: int, num_out: int, num_in: int) -> bool:
-    """Say whether ``F.linear`` on ``num_rows`` rows gives a row the same bits at each position."""
-    weight_OI, x_TI = _test_operands(num_out, num_in)
-    x_TI = x_TI[:num_rows]
-    wanted_TO = F.linear(x_TI, weight_OI)
+def _long_runs_agree(form: Format, handle: Any, x_TI: torch.Tensor, multiple: int) -> bool:
+    """Say whether rows keep their bits in the longest run, and in one of half its length."""
+    x_TI = x_TI[: MAX_TEST_ROWS // multiple * multiple]
+    wanted_TO = form.run(x_TI, handle)
+    long_TI, long_TO = (t.repeat(-(-MAX_ROWS // len(t)), 1) for t in (x_TI, wanted_TO))
     return all(
-        torch.equal(F.linear(x_TI.roll(shift, 0), weight_OI), wanted_TO.roll(shift, 0))
+        torch.equal(form.run(long_TI[:count], handle), long_TO[:count])
+        for count in (MAX_ROWS // 2, MAX_ROWS)
+    )
+
+
+def _tile_is_uniform(num_rows: int, num_out: int, num_in: int, has_bias: bool) -> bool:
+    """Say whether ``F.linear`` on ``num_rows`` rows gives a row the same bits at each position."""
+    weight_OI, bias_O, x_TI = _test_operands(num_out, num_in, has_bias)
+    x_TI = x_TI[:num_rows]
+    wanted_TO = F.linear(x_TI, weight_OI, bias_O)
+    return all(
+        torch.equal(F.linear(x_TI.roll(shift, 0), weight_OI, bias_O), wanted_TO.roll(shift, 0))
         for shift in range(1, num_rows)
     )
 
 
-def _test_operands(num_out: int, num_in: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random fp32 (weight, x) whose weights are fp16 values, its extremes among them."""
+def _test_operands(
+    num_out: int, num_in: int, has_bias: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return random fp32 (weight, bias, x); weights are fp16 values, its extremes among them."""
     generator = torch.Generator().manual_seed(0)
     num_out = min(num_out, max(THIN, MAX_TEST_WEIGHTS // max(num_in, 1)))
     weight_OI = torch.rand(num_out, num_in, generator=generator).sub_(0.5).half().float()
     extremes = torch.tensor([2.0**-24, -(2.0**-14), 65504.0])[:num_in]
     weight_OI[:1, : len(extremes)] = extremes
-    return weight_OI, torch.rand(MAX_TEST_ROWS, num_in, generator=generator).sub_(0.5)
+    x_TI = torch.rand(MAX_TEST_ROWS, num_in, generator=generator).sub_(0.5)
+    return weight_OI, torch.rand(num_out, generator=generator) if has_bias else None, x_TI
