@@ -129,14 +129,26 @@ class AttentionCode:
             found.append(loads)
         return found
 
-    def wide_tiles(self, width: int) -> list[float]:
-        """Return what a program's 16-byte loads carry an iteration of each loop over keys.
+    def spills(self) -> list[int]:
+        """Return how many spill loads and stores stand in each loop over keys (NVIDIA)."""
+        return [
+            sum(name.startswith(("LDL", "STL")) for name in self.count.names(loop))
+            for loop in self.count.attention
+        ]
 
-        In tiles of keys and values, ``width`` elements each; a tile takes a load a thread at least.
+    def wide_tiles(self, width: int, min_bits: int = 128) -> list[float]:
+        """Return what a program's loads of ``min_bits`` and more carry in each loop over keys.
+
+        In tiles of keys and values an iteration, ``width`` elements each; a tile takes a 16-byte
+        load a thread at least.
         """
         num_threads = self.num_warps * (64 if self.launch.target.startswith("gfx") else 32)
         tile_bytes = max(self.shape.block_n * width * self.kv_itemsize, 16 * num_threads)
-        return [loads.get(128, 0) * num_threads / (2 * tile_bytes) for loads in self.tile_loads()]
+        return [
+            sum(size for bits, size in loads.items() if bits >= min_bits)
+            * (num_threads / (2 * tile_bytes))
+            for loads in self.tile_loads()
+        ]
 
 
 def is_attention(launch: Launch) -> bool:

@@ -55,7 +55,9 @@ def shape_of(
     num_kv_heads, block_size = pool.k_NGBD.shape[1:3]
     group = num_heads // num_kv_heads
     is_hip = torch.version.hip is not None
-    config = attention_config(group, head_dim, q_THD.element_size(), max_query_len, is_hip, is_wide)
+    has_extras = rules.window is not None or pool.k_scale_NGB is not None
+    sizes = (group, head_dim, q_THD.element_size(), max_query_len)
+    config = attention_config(*sizes, is_hip, is_wide, has_extras)
     shape = AttentionShape(
         group=group,
         num_kv_heads=num_kv_heads,

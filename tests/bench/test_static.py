@@ -112,7 +112,7 @@ TOY_CASES = {
     "block times its size in 32 bits": ("attention address", "sm_90", "expected 64 bits"),
     "products without tensor cores": ("attention cores", "sm_90", "no tensor-core instruction"),
     "no loop to count": ("attention cores", "sm_90", "cannot be judged"),
-    "attention that spills": ("attention spills", "sm_90", "bytes a thread of 0"),
+    "attention that spills": ("attention spills", "sm_90", "in the loops over keys, expected none"),
     "a loop of two tiles": ("attention two tiles", "sm_90", "expected one tile an iteration"),
 }
 
