@@ -121,8 +121,8 @@ def _wide_loads(compiled: Compiled) -> Iterator[str]:
         if found < 1:
             shown = ", ".join(f"{n} bytes in {bits}-bit loads" for bits, n in loads.items())
             yield (
-                f"loop {number} over keys: {min_bits // 8}-byte loads carry {found:.2f} of a tile's "
-                f"keys and values, expected all; a thread loads {shown or 'nothing'}"
+                f"loop {number} over keys: {min_bits // 8}-byte loads carry {found:.2f} of a "
+                f"tile's keys and values, expected all; a thread loads {shown or 'nothing'}"
             )
 
 
