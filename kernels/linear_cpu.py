@@ -8,7 +8,7 @@ Formats, measured on 2 AVX2 cores with weights of 576x576 to 3072x576:
 
 * ``fbgemm_fp16``: fp16 weights at 12 to 17 GB/s for 1 to 6 rows, 150 GFLOP/s at 64; bits equal for
   every multiple of 3 rows (with AVX512 for every count).
-* ``onednn_fp32``: fp32 weights, half the speed at few rows, a tie at 500; equal for multiples of 1 or 2.
+* ``onednn_fp32``: fp32 weights, half the speed at few rows, a tie at 500; all or even counts.
 * ``plain_fp32``: ``F.linear``; equal for multiples of 4 to 16, by processor, or for none.
 """
 
