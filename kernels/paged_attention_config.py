@@ -67,8 +67,8 @@ def attention_config(
     is_wide: spans of more than 32 packed rows run in tiles of 64 rows and 4 warps, which sm_90
     compiles to HGMMA: only where its sums were seen to be HMMA's (wide_tiles). Otherwise no tile
     compiles to HGMMA, which takes 64 rows and a multiple of 4 warps.
-    8 warps for 32 rows where 4 spill: head dims above 128, and spans of more rows with masked
-    columns or has_extras, a window or a one-byte pool.
+    8 warps for 32 rows where 4 spill: head dims above 128, and, on NVIDIA, spans of more rows with
+    masked columns or has_extras, a window or a one-byte pool.
     Keys and values of a tile take at most 32 KB; five stages hold two such tiles, because the block
     table's load is a stage of its own. Shared memory stays under 99 KB (sm_86), on AMD under 64 KB,
     in wide tiles under 114 KB, half of sm_90's. fp32 products run without tensor cores and spill in
@@ -81,7 +81,8 @@ def attention_config(
     block_m = 16 if is_fp32 or num_rows <= 16 else 64 if is_wide else 32
     block_m = max(block_m, triton.next_power_of_2(group))
     num_warps = 4 if block_m <= 32 or (is_wide and block_m == 64) else 2
-    if block_m == 32 and (block_d > 128 or (num_rows > 32 and (has_extras or block_d != head_dim))):
+    needs_registers = num_rows > 32 and not is_hip and (has_extras or block_d != head_dim)
+    if block_m == 32 and (block_d > 128 or needs_registers):
         num_warps = 8
     key_bytes = block_d * element_size
     block_n = max(16, min(32 if is_fp32 else 64, 2**14 // key_bytes))
