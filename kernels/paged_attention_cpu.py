@@ -1,12 +1,12 @@
 """Paged attention on CPU tensors: the exactness rules of the Triton kernel at a usable speed.
 
-Keys are cut into tiles at absolute multiples of TILE. The scores of a tile are one matrix product
-and its share of the outputs is another, both of fixed depth and width, with row counts that a
-self-test found to give a row the same bits (paged_attention_tiles.py). Between them the scores of a
-row lie in one line, tile after tile, for one softmax, which adds by a key's place in its tile
-first, then tile by tile; the outputs are added tile by tile too. Tiles and rows that a query does
-not see give zeros there, which change no bit: a query's result depends on its own position and
-keys only, not on span, batch, chunk, padding, block size or threads.
+Keys are cut into tiles at absolute multiples of TILE, values into segments of tiles. The scores
+of a tile are one matrix product and a segment's share of the outputs is another, both of fixed
+depth and width, with row counts that a self-test found to give a row the same bits
+(paged_attention_tiles.py). Between them the scores of a row lie in one line for one softmax, which
+adds keys by their place in a vector, then vector by vector; the outputs are added segment by
+segment. Keys that a query does not see give zeros there, which change no bit: a query's result
+depends on its own position and keys only, not on span, batch, chunk, padding, block size, threads.
 
 What depends on the lengths alone (indices, masks, buffers, views) is planned once a step and shared
 by all layers: paged_attention_plan.py, paged_attention_buffers.py.
@@ -99,6 +99,7 @@ def fill_plan(
     groups, first = [], 0
     for index in indices:
         last = first + index.outputs_RGP.size
+        # Padding repeats a row, and may stand in for it.
         outputs[index.outputs_RGP.reshape(-1)] = np.arange(first, last)
         out_XPD = packed_xD[first:last].view(-1, index.outputs_RGP.shape[2], head_dim)
         groups.append(build_group(index, geometry, counts, buffers, out_XPD))
