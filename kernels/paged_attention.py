@@ -37,11 +37,13 @@ from pagedraft.kernels.check import check_contiguous, check_dtype, check_shape
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.paged_attention_cpu import AttentionPlan, fill_plan, paged_attention_cpu
+from pagedraft.kernels.paged_attention_cpu_tiles import find_row_counts
 from pagedraft.kernels.paged_attention_launch import (
     KVPool,
     PagedRows,
     SharedPrefixes,
     launch,
+    wide_tiles,
 )
 from pagedraft.kernels.score_rules import ScoreRules, check_rules
 
@@ -205,6 +207,18 @@ def paged_attention(
         kwargs = {"k_scale_NGB": k_scale_NGB, "v_scale_NGB": v_scale_NGB, **rules._asdict()}
         return out.copy_(paged_attention_ref(*args, **kwargs))
     return launch(q_THD.contiguous(), pool, rows, rules, out, shared)
+
+
+def prepare_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Run the self-test that the first call with queries of this kind would run, if it has one.
+
+    For load time: it takes up to a second, and on CUDA it must come before a graph is captured.
+    """
+    choice = implementation("paged_attention", device, has_cpu=dtype == torch.float32)
+    if choice == "cpu":
+        find_row_counts(head_dim, torch.get_num_threads())
+    elif choice == "triton":
+        wide_tiles(device, dtype, head_dim)
 
 
 def paged_attention_cost(

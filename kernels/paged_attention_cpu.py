@@ -1,15 +1,15 @@
 """Paged attention on CPU tensors: the exactness rules of the Triton kernel at a usable speed.
 
-Keys are cut into tiles at absolute multiples of TILE, values into segments of tiles. The scores
-of a tile are one matrix product and a segment's share of the outputs is another, both of fixed
-depth and width, with row counts that a self-test found to give a row the same bits
-(paged_attention_tiles.py). Between them the scores of a row lie in one line for one softmax, which
-adds keys by their place in a vector, then vector by vector; the outputs are added segment by
+Keys are cut into tiles at absolute multiples of TILE, values into segments of tiles. The scores of
+a tile are one matrix product and a segment's share of the outputs is another, both of fixed depth
+and width, with row counts that a self-test found to give a row the same bits
+(paged_attention_cpu_tiles.py). Between them the scores of a row lie in one line for one softmax,
+which adds keys by their place in a vector, then vector by vector; the outputs are added segment by
 segment. Keys that a query does not see give zeros there, which change no bit: a query's result
 depends on its own position and keys only, not on span, batch, chunk, padding, block size, threads.
 
 What depends on the lengths alone (indices, masks, buffers, views) is planned once a step and shared
-by all layers: paged_attention_plan.py, paged_attention_buffers.py.
+by all layers: paged_attention_cpu_plan.py, paged_attention_cpu_buffers.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pagedraft.kernels.paged_attention_buffers import (
+from pagedraft.kernels.paged_attention_cpu_buffers import (
     SINK_COLUMNS,
     Buffers,
     Group,
@@ -32,13 +32,13 @@ from pagedraft.kernels.paged_attention_buffers import (
     build_rows,
     group_sizes,
 )
-from pagedraft.kernels.paged_attention_plan import (
+from pagedraft.kernels.paged_attention_cpu_plan import (
     Geometry,
     cut_pieces,
     group_pieces,
     index_group,
 )
-from pagedraft.kernels.paged_attention_tiles import TILE, find_row_counts, use_threads
+from pagedraft.kernels.paged_attention_cpu_tiles import TILE, find_row_counts, use_threads
 from pagedraft.kernels.score_rules import ScoreRules
 
 

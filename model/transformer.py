@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.gated_mlp import gated_mlp
 from pagedraft.kernels.linear import PackedLinear, linear, pack_linear
-from pagedraft.kernels.paged_attention import AttentionPlan, paged_attention
+from pagedraft.kernels.paged_attention import AttentionPlan, paged_attention, prepare_attention
 from pagedraft.kernels.rms_norm import add_rms_norm, rms_norm
 from pagedraft.kernels.write_kv import WritePlan, plan_write_kv, write_kv
 from pagedraft.model.batch import StepBatch
@@ -68,6 +68,7 @@ class Transformer:
         self.head = pack_linear(weights.get("head", embed))
         cos_PR, sin_PR = rope_table(config, config.max_positions)
         self.cos_PR, self.sin_PR = cos_PR.to(self.device), sin_PR.to(self.device)
+        prepare_attention(self.device, self.activation_dtype, config.head_dim)
         if self.device.type == "cpu" and num_bytes >= MIN_WEIGHT_BYTES:
             use_huge_pages()
 

@@ -82,9 +82,7 @@ def test_bits_do_not_depend_on_the_launch(name, unit, whole, device):
 @pytest.mark.parametrize("split", [WALK, Split(SEGMENT, 3)], ids=["walk", "segments"])
 def test_bits_do_not_depend_on_the_tile(split, block_size, device):
     if device.type == "cuda" and not wide_tiles(device, FP16, 32):
-        pytest.skip(
-            "wide tiles are not used on this device: no sm_90, or other sums"
-        )
+        pytest.skip("wide tiles are not used on this device: no sm_90, or other sums")
     sizes = {**SIZES, "dtype": FP16, "block_size": block_size}
     case = paged_case([14, 1], [600, 65], **sizes, device=device)
     assert_same_bits(attend_split(case, split, is_wide=True), attend_split(case, split))

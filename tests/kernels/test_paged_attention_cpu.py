@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedraft.kernels import paged_attention_plan as plans
+from pagedraft.kernels import paged_attention_cpu_plan as plans
 from pagedraft.kernels.paged_attention_cpu import AttentionPlan, fp8_as_fp16
 from pagedraft.tests.compare import assert_same_bits
 from pagedraft.tests.inputs import POISON, PagedCase, paged_case

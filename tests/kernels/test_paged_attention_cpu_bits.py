@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedraft.kernels import paged_attention_tiles as tiles
+from pagedraft.kernels import paged_attention_cpu_tiles as tiles
 from pagedraft.kernels.dispatch import use_implementation
 from pagedraft.tests.compare import assert_same_bits
 from pagedraft.tests.inputs import num_threads, paged_case

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pagedraft.kernels.paged_attention_plan import Geometry, Index, Piece, Run
-from pagedraft.kernels.paged_attention_tiles import TILE, RowCounts
+from pagedraft.kernels.paged_attention_cpu_plan import Geometry, Index, Piece, Run
+from pagedraft.kernels.paged_attention_cpu_tiles import TILE, RowCounts
 
 MAX_COPIED_QUERIES = 2**12  # elements; more queries are not copied for each tile
 SINK_COLUMNS = 16  # one holds the sink's logit; keeps rows on 64-byte boundaries

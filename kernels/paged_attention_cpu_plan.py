@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedraft.kernels.paged_attention_tiles import SEGMENTS, TILE
+from pagedraft.kernels.paged_attention_cpu_tiles import SEGMENTS, TILE
 
 MAX_PIECE_SCORES = 2**19
 MAX_GROUP_SCORES = 2**17

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pagedraft.kernels import paged_attention_tiles as tiles
-from pagedraft.kernels.paged_attention_tiles import RowCounts, find_row_counts, use_threads
+from pagedraft.kernels import paged_attention_cpu_tiles as tiles
+from pagedraft.kernels.paged_attention_cpu_tiles import RowCounts, find_row_counts, use_threads
 from pagedraft.tests.inputs import num_threads
 
 HEAD_DIMS = (8, 24, 64, 128, 256)
