@@ -31,8 +31,11 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --d
 test: lint  ## lint, then every test
 	$(PYTEST)
 
+KERNEL_TESTS := $(if $(K),$(wildcard tests/kernels/test_$(K)*.py),tests/kernels)
+
 test-kernels: $(STAMP)  ## kernel tests; K=name for one op
-	$(PYTEST) $(if $(K),$(wildcard tests/kernels/test_$(K)*.py),tests/kernels)
+	$(if $(KERNEL_TESTS),,$(error K=$(K): no tests/kernels/test_$(K)*.py))
+	$(PYTEST) $(KERNEL_TESTS)
 
 static: $(STAMP) $(TRITON_DIR)  ## compile the kernels for every GPU target; TRITON=3.9.0 for that version
 	$(if $(TRITON),PYTHONPATH=$(TRITON_DIR)) $(BIN)/python -m pagedraft.bench.static --quick

@@ -145,7 +145,7 @@ FULL = (
         for step in AXIS_STEPS
     ),
 )
-# What DESIGN section 11 sets targets for.
+# What attention_targets.py judges.
 SHORT = (
     *(step_point(step, context) for context in (8192, 65536) for step in ("decode", "verify9")),
     *(step_point(step, cache="int8") for step in ("decode", "verify9")),

@@ -3,7 +3,7 @@
     python -m pagedraft.bench.kernels --sweep attention [--select short] [--baselines sdpa,flex]
 
 On a CUDA device each point is gated, timed and set against its floor at the measured ceiling, its
-baselines and the targets of DESIGN section 11. Without one nothing is measured: bytes, flops and
+baselines and the targets. Without one nothing is measured: bytes, flops and
 floors on a named GPU, as JSON under bench/results/modelled/.
 """
 

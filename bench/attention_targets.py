@@ -1,4 +1,4 @@
-"""Measured attention against the targets of DESIGN section 11."""
+"""Measured attention against the project's targets."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from pagedraft.bench.attention_targets import MAX_VERIFY_OVER_DECODE, VERIFY_CON
 
 Row = dict[str, Any]
 Points = list[tuple[int, float]]
-FILE_NAME = "verify_over_decode.png"
 COLOURS = dict(zip(VERIFY_SPANS, ("tab:green", "tab:blue", "tab:red"), strict=True))
 MODELLED = ("launched", *TREE_UNITS)
 STYLES = {"time": "-", "launched": "-", "segments": "--", "sections": ":"}
@@ -125,7 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("json", nargs="+", type=Path, help="attention-*.json of a sweep")
     for source in parser.parse_args(arguments).json:
-        target = source.with_name(FILE_NAME)
+        select = source.stem.removeprefix("attention-")
+        suffix = "" if select == "full" else f"-{select}"
+        target = source.with_name(f"verify_over_decode{suffix}.png")
         draw(json.loads(source.read_text()), target)
         print(target)
     return 0

@@ -1,4 +1,4 @@
-"""Bitwise row equality on the device itself: what no interpreter shows (DESIGN section 5).
+"""Bitwise row equality on the device itself: what no interpreter shows.
 
 Each check returns what differs, an empty list if nothing does.
 """

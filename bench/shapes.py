@@ -11,7 +11,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Llama-like model, in the axis letters E H G D F V (DESIGN section 3)."""
+    """Sizes of a Llama-like model, in the axis letters E H G D F V."""
 
     name: str
     embed_dim: int

@@ -29,7 +29,7 @@ class Trips:
     """How often the loops of one program run.
 
     tiles: of each attention loop, in program order.
-    periods: tiles between two segment ends, between two group ends.
+    periods: tiles between two segment ends, between two section ends.
     search: trips of a loop before the first attention loop.
     """
 

@@ -2,7 +2,7 @@
 
 Shapes: x [..., D] fp32 or wider; stored [..., D] in one of KV_DTYPES; scale [...] fp32.
 Units: value = stored * scale. scale = amax / top, where amax is the largest magnitude of the D
-    values and top the largest stored one (KV_DTYPES): a head's largest value is kept exactly.
+    values and top the largest stored one (KV_DTYPES).
 Rules: a NaN or an infinity among the D values makes their scale NaN and their stored values 0; an
     amax below TINY counts as 0: scale and stored values are 0.
 """

@@ -76,7 +76,10 @@ def softmax_step(q, keys, values, state, is_visible, scales):
     # Row sums by a dot: tl.sum adds in another order when a tile's rows are spread over the warps.
     ones = tl.full([k.shape[0], 8], 1.0, q.dtype)
     l_i = tl.dot(p.to(q.dtype), ones, l_i * weight, input_precision="ieee")
-    if v_factor is not None:
+    if v_factor is not None and q.dtype == tl.float16:
+        # p * factor would fall among fp16's subnormals; a value itself does not.
+        v = v.to(tl.float32) * v_factor[:, None]
+    elif v_factor is not None:
         p *= v_factor[None, :]
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * weight, input_precision="ieee")
     return m_new, l_i, acc

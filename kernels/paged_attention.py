@@ -5,8 +5,8 @@ Shapes: q_THD [T, H, D] fp32, fp16 or bf16; k_cache_NGBD, v_cache_NGBD [N, G, B,
     v_scale_NGB [N, G, B] fp32; H a multiple of G, D a multiple of 8 up to 256, B a power of two
     from 8 to 128; block_table_RM, query_starts_R1, kv_lens_R int32; sinks_H [H] fp32. Row r owns
     queries query_starts[r] to query_starts[r + 1], the last of its kv_lens[r] context tokens. Slots
-    outside a row's context or wholly left of its window, and their table entries, may hold anything
-    and are not read.
+    outside a row's context or left of its window, and the table entries of whole blocks there, may
+    hold anything and enter no result. starts, lens and sinks contiguous, the table in its rows.
 Returns: out_THD; zeros for rows without context and for tokens past query_starts[R].
 Units: lengths and window in tokens; block table in blocks; max_query_len and max_kv_len are upper
     bounds of any row and set grids only.
@@ -23,7 +23,10 @@ Source: Dao, FlashAttention-2, arXiv 2307.08691; Kwon et al., PagedAttention, ar
 Exactness: every query's keys are reduced in one fixed tree (paged_attention_config.py), whose cuts
 are absolute positions. Nothing else that a launch chooses enters a query's sums: hidden tiles,
 segments and sections change no bit, and so neither do span, batch, chunk, split, bounds or a shared
-prefix. Block sizes give the same bits too: what a tile loads does not depend on them.
+prefix. Block sizes give the same bits too: what a tile loads does not depend on them. That holds
+for finite keys and values: a NaN or an infinity in a span reaches the span's earlier queries.
+
+Kernels: paged_attention_triton.py, over paged_attention_reduce.py and online_softmax.py.
 """
 
 from __future__ import annotations
@@ -109,6 +112,9 @@ def paged_attention_ref(
 def _check_pool(q_THD: torch.Tensor, pool: KVPool) -> None:
     """Raise on a bad pool; cheap comparisons first, for this runs once a layer."""
     scales = (pool.k_scale_NGB, pool.v_scale_NGB)
+    if pool.k_NGBD.ndim != 4 or 0 in pool.k_NGBD.shape[:2]:
+        shape = tuple(pool.k_NGBD.shape)
+        raise ValueError(f"k_cache_NGBD: expected blocks and heads [N, G, B, D], got shape {shape}")
     is_quantized = pool.k_NGBD.dtype in QUANTIZED
     for name, cache in (("k_cache_NGBD", pool.k_NGBD), ("v_cache_NGBD", pool.v_NGBD)):
         check_dtype(name, cache, *((pool.k_NGBD.dtype,) if is_quantized else (q_THD.dtype,)))
@@ -150,12 +156,21 @@ def _check(
             f"got {tuple(out_THD.shape)} {out_THD.dtype}"
         )
     check_contiguous("out", out_THD)
+    check_shape("kv_lens_R", rows.kv_lens_R, (None,))
     num_rows = rows.kv_lens_R.shape[0]
     check_dtype("kv_lens_R", rows.kv_lens_R, torch.int32)
     check_dtype("query_starts_R1", rows.query_starts_R1, torch.int32)
     check_dtype("block_table_RM", rows.block_table_RM, torch.int32)
     check_shape("query_starts_R1", rows.query_starts_R1, (num_rows + 1,))
     check_shape("block_table_RM", rows.block_table_RM, (num_rows, None))
+    check_contiguous("kv_lens_R", rows.kv_lens_R)
+    check_contiguous("query_starts_R1", rows.query_starts_R1)
+    if rows.block_table_RM.shape[1] > 1 and rows.block_table_RM.stride(1) != 1:
+        strides = rows.block_table_RM.stride()
+        raise ValueError(f"block_table_RM: expected rows without gaps, got strides {strides}")
+    for name, bound in zip(("max_query_len", "max_kv_len"), rows[3:], strict=True):
+        if bound < 0:
+            raise ValueError(f"{name}: expected a bound of at least 0, got {bound}")
 
 
 def paged_attention(
@@ -190,7 +205,7 @@ def paged_attention(
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
     rules = ScoreRules(scale, window, soft_cap, sinks_H)
     kv_scales = None if k_scale_NGB is None else (k_scale_NGB, v_scale_NGB)
-    if plan is not None and plan.has(window):
+    if plan is not None and plan.has(window, q_THD, k_cache_NGBD):
         return paged_attention_cpu(q_THD, k_cache_NGBD, v_cache_NGBD, plan, rules, out, kv_scales)
     pool = KVPool(k_cache_NGBD, v_cache_NGBD, k_scale_NGB, v_scale_NGB)
     rows = PagedRows(block_table_RM, query_starts_R1, kv_lens_R, max_query_len, max_kv_len)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import triton
 
 SEGMENT = 256  # keys; together with SECTION and block_n part of every query's bits
+# (test_paged_attention_launch.py and test_shared_prefix.py count their multiples)
 SECTION = 2048
 # On the 132 multiprocessors of an H200: one program on each, from where on sections suffice, whose
 # partial results are an eighth of the segments'; and what is resident at once, a wave.

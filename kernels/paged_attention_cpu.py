@@ -56,13 +56,22 @@ class WindowPlan(NamedTuple):
 
 @dataclass
 class AttentionPlan:
-    """What the layers of a step share on the CPU path: filled by the first layer of each window."""
+    """What the layers of a step share on the CPU path: filled by the first layer of each window.
+
+    layouts: what each window's plan was filled for; a layer of another layout fills it anew.
+    """
 
     windows: dict[int | None, WindowPlan] = field(default_factory=dict)
+    layouts: dict[int | None, tuple[object, ...]] = field(default_factory=dict)
 
-    def has(self, window: int | None) -> bool:
-        """Whether it is filled for layers of this window."""
-        return window in self.windows
+    def has(self, window: int | None, q_THD: torch.Tensor, k_cache_NGBD: torch.Tensor) -> bool:
+        """Whether it is filled for layers of this window with such queries and caches."""
+        return self.layouts.get(window) == layout_of(q_THD, k_cache_NGBD)
+
+
+def layout_of(q_THD: torch.Tensor, k_cache_NGBD: torch.Tensor) -> tuple[object, ...]:
+    """What a plan depends on besides a step's lengths and its block table."""
+    return q_THD.shape, q_THD.stride(), k_cache_NGBD.shape[1:], k_cache_NGBD.dtype
 
 
 # Keys or values of all blocks, seen as units [N, B, D], and of a quantised cache scales [N, B, 1].
@@ -82,6 +91,7 @@ def fill_plan(
     """Fill a step's plan for ``window`` from its lengths, its block table and the layout of q."""
     num_tokens, num_heads, head_dim = q_THD.shape
     _, num_kv_heads, block_size, _ = k_cache_NGBD.shape
+    plan.layouts[window] = layout_of(q_THD, k_cache_NGBD)
     geometry = Geometry(num_heads, _query_stride(q_THD), num_kv_heads, head_dim, block_size)
     counts = find_row_counts(head_dim, torch.get_num_threads())
     starts, kv_lens = query_starts_R1.tolist(), kv_lens_R.tolist()

@@ -107,19 +107,22 @@ class SharedPrefixes(NamedTuple):
     num_saved_keys: int
 
 
-LAUNCH_BYTES = 8 << 20  # what a launch's 2 us would move on an H200; a prefix pass adds two
+LAUNCH_BYTES = 8 << 20  # about 2 us of an H200's memory, not measured: what a launch may cost
 
 
 def split_for_prefix(
     q_THD: torch.Tensor, pool: KVPool, split: Split, shared: SharedPrefixes, max_kv_len: int
 ) -> Split | None:
-    """Return the pieces to launch with a prefix pass, or None where reading once saves too little.
+    """Return the units to launch with a prefix pass, or None where reading once saves too little.
 
-    Keys saved are weighed against the partial results that a launch without pieces would not need.
+    Keys saved are weighed against the launches that it adds, two beside a walk, and against the
+    partial results that a walk does not need.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     token_bytes = 2 * pool.k_NGBD.shape[1] * head_dim * pool.k_NGBD.element_size()
     unit = split.unit or (SECTION if shared.max_keys >= 2 * SECTION else SEGMENT)
+    if shared.max_keys < unit:
+        return None
     num_units = triton.cdiv(max_kv_len, unit)
     scratch_bytes = 0 if split.unit else 8 * num_tokens * num_heads * num_units * (head_dim + 2)
     if shared.num_saved_keys * token_bytes < 2 * LAUNCH_BYTES + scratch_bytes:

@@ -84,7 +84,7 @@ def window_start(position, shape: tl.constexpr):
 def _key_ranges(start, end, first_position, num_queries, shape: tl.constexpr):
     """Cut keys ``start`` to ``end`` into (window's edge, seen by all queries, causal edge).
 
-    Returns the four limits; all but the last are multiples of BLOCK_N, as ``start`` is.
+    Returns the four limits: multiples of BLOCK_N, as ``start`` is, or ``end``.
     """
     BLOCK_N: tl.constexpr = shape.block_n
     edge = start

@@ -106,8 +106,8 @@ def paged_attention_kernel(
     rows = (table_ptr, starts_ptr, lens_ptr, num_rows, stride_table)
     pools, scales = (k_ptr, v_ptr, k_factor_ptr, v_factor_ptr), (scale, tanh_scale)
     _, _, num_queries, first_position, _ = find_queries(rows, shape)
-    start = window_start(first_position, shape)
-    end = tl.where(num_queries > 0, first_position + num_queries, start)
+    start = tl.where(num_queries > 0, window_start(first_position, shape), 0)
+    end = tl.where(num_queries > 0, first_position + num_queries, 0)
     if acc_ptr is None:
         state, place = reduce_keys(q_ptr, pools, rows, start, end, scales, shape, True)
         _store_out(state, out_ptr, sinks_ptr, place, scale, shape)

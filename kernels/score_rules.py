@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagedraft.kernels.check import check_dtype, check_shape
+from pagedraft.kernels.check import check_contiguous, check_dtype, check_shape
 
 
 class ScoreRules(NamedTuple):
@@ -29,10 +29,12 @@ def check_rules(rules: ScoreRules, num_heads: int) -> None:
     """Raise ValueError or TypeError that names the rule."""
     if not 0.0 < rules.scale < math.inf:
         raise ValueError(f"scale: expected a positive number, got {rules.scale}")
-    if rules.window is not None and rules.window < 1:
-        raise ValueError(f"window: expected at least 1 token or None, got {rules.window}")
+    is_number = isinstance(rules.window, int) and not isinstance(rules.window, bool)
+    if rules.window is not None and not (is_number and 1 <= rules.window < 2**30):
+        raise ValueError(f"window: expected 1 to 2^30 tokens or None, got {rules.window!r}")
     if rules.soft_cap is not None and not 0.0 < rules.soft_cap < math.inf:
         raise ValueError(f"soft_cap: expected a positive number or None, got {rules.soft_cap}")
     if rules.sinks_H is not None:
         check_shape("sinks_H", rules.sinks_H, (num_heads,))
         check_dtype("sinks_H", rules.sinks_H, torch.float32)
+        check_contiguous("sinks_H", rules.sinks_H)

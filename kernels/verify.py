@@ -18,8 +18,8 @@ draft matches.
 
 **Grid.** (R,): a program owns a row.
 
-**Source.** The draw-and-compare form of speculative sampling with shared noise; see DESIGN's match
-rule. Rejection: Leviathan et al., arXiv 2211.17192.
+**Source.** The draw-and-compare form of speculative sampling with shared noise; the target's own
+draw decides. Rejection: Leviathan et al., arXiv 2211.17192.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ Source: Su et al., RoFormer, arXiv 2104.09864, pairing column r with R + r as Ll
     2r + 1 as the paper and GPT-J do (interleaved); norms of queries and keys: Henry et al., arXiv
     2010.04245, in Qwen3's RMS form.
 
-Exactness: products and sums are rounded one by one (no fused multiply-add) and divisions to
-nearest, so that without norms the kernel's bits are the reference's.
+Exactness: in the Triton kernel products and sums are rounded one by one (no fused multiply-add) and
+divisions to nearest, so that without norms its bits are the reference's. The CPU path fuses; each
+token's bits are its own on both.
 """
 
 from __future__ import annotations
@@ -142,8 +143,13 @@ def _check(
     check_dtype("positions_T", positions_T, torch.int32, torch.int64)
     check_shape("slots_T", slots_T, (qkv_TC.shape[0],))
     check_dtype("slots_T", slots_T, torch.int64)
+    check_dtype("cos_PR", cos_PR, torch.float32)
+    check_dtype("sin_PR", sin_PR, torch.float32)
     if (norms[0] is None) != (norms[1] is None):
         raise ValueError("q_norm_D, k_norm_D: expected both or neither, got one")
+    for name, norm_D in zip(("q_norm_D", "k_norm_D"), norms, strict=True):
+        if norm_D is not None:
+            check_shape(name, norm_D, (head_dim,))
     named = dict(zip(("cos_PR", "sin_PR", "positions_T", "slots_T"), tables, strict=True))
     check_same_device(qkv_TC=qkv_TC, k_cache_NGBD=caches[0], k_scale_NGB=scales[0], **named)
 

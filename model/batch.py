@@ -41,7 +41,8 @@ class StepBatch:
 
     tokens_T: int64 token ids, rows one after another, then padding (token 0).
     positions_T: int64 position of each token in its own context; 0 for padding.
-    slots_T: int64 physical slot, block * block_size + offset; padding writes to the null block.
+    slots_T: int64 physical slot, block * block_size + offset; padding has those of the
+        null block, where nothing is stored.
     query_starts_R1: int32 prefix sums of the span lengths; padding lies after the last.
     kv_lens_R: int32 context length of each row after this step's tokens are written.
     block_table_RM: int32 blocks of each row, filled up with the null block.

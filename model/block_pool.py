@@ -2,7 +2,7 @@
 
 **Units**: every integer here is a block id or a number of blocks, but ``block_size`` and the
 argument of ``blocks_for``, which are tokens. Block 0 is the *null block*: padded rows of a step
-write to it, so it is never handed out and belongs to nobody.
+carry its slots, nobody writes there, and it is never handed out.
 
 **Cost**: O(1) a block for ``allocate`` and ``free``; ``check_integrity`` walks the whole pool.
 """

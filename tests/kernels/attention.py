@@ -21,8 +21,6 @@ from pagedraft.tests.inputs import Guarded, PagedCase, paged_case, poisoned, ran
 if INTERPRETED:
     from pagedraft.tests.sanitizer import sanitize
 
-SEGMENT, SECTION = 256, 2048
-
 
 def arguments(case: PagedCase) -> tuple[torch.Tensor, ...]:
     """The six positional arguments of paged_attention."""

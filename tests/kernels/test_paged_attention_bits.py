@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pagedraft.kernels.paged_attention_config import WALK, Split
+from pagedraft.kernels.paged_attention_config import SECTION, SEGMENT, WALK, Split
 from pagedraft.kernels.paged_attention_launch import wide_tiles
 from pagedraft.tests.compare import assert_same_bits
 from pagedraft.tests.inputs import paged_case
 from pagedraft.tests.kernels.attention import (
-    SECTION,
-    SEGMENT,
     attend,
     attend_split,
     check,
@@ -21,7 +19,7 @@ from pagedraft.tests.kernels.attention import (
     sinks,
 )
 
-pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning", "ignore:All-NaN")
 FP16, INT8 = torch.float16, torch.int8
 
 FIRST, CONTEXT = 240, 270

@@ -208,7 +208,8 @@ def test_a_plan_serves_layers_of_several_windows():
     results = [attend(case, plan=plan, **rules) for rules in layers]
     expected = [attend(case, **rules) for rules in layers]
     assert_same_bits(torch.stack(results), torch.stack(expected))
-    assert [plan.has(window) for window in (20, None, 21)] == [True, True, False]
+    filled = [plan.has(window, case.q_THD, case.k_cache_NGBD) for window in (20, None, 21)]
+    assert filled == [True, True, False]
 
 
 @CPU_PATH
@@ -240,3 +241,14 @@ def test_groups_gather_no_segment_for_another_row():
         -(-piece.num_tiles // piece.shape.segment) * piece.shape.segment for piece in pieces
     )
     assert len(groups) < len(pieces)
+
+
+@pytest.mark.usefixtures("cpu_path")
+def test_a_plan_is_filled_anew_for_another_layout():
+    case = paged_case([3], [9])
+    wide_TXD = torch.cat((case.q_THD, torch.full_like(case.q_THD, torch.nan)), 1)
+    view = PagedCase(**{**vars(case), "q_THD": wide_TXD[:, : case.q_THD.shape[1]]})
+    plan = AttentionPlan()
+    expected = attend(case, plan=plan)
+    assert_same_bits(attend(view, plan=plan), expected)
+    assert_same_bits(attend(case, plan=plan), expected)

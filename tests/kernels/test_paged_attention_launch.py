@@ -6,9 +6,17 @@ import pytest
 
 from pagedraft.kernels.dispatch import INTERPRETED
 from pagedraft.kernels.paged_attention import paged_attention_cost
-from pagedraft.kernels.paged_attention_config import WALK, WAVE, Split, attention_config, split_of
+from pagedraft.kernels.paged_attention_config import (
+    SECTION,
+    SEGMENT,
+    WALK,
+    WAVE,
+    Split,
+    attention_config,
+    split_of,
+)
 from pagedraft.tests.inputs import paged_case
-from pagedraft.tests.kernels.attention import SECTION, SEGMENT, attend
+from pagedraft.tests.kernels.attention import attend
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 32, 71])

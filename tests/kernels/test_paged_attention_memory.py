@@ -13,10 +13,10 @@ import torch
 
 from pagedraft.kernels.dispatch import INTERPRETED
 from pagedraft.kernels.paged_attention import paged_attention
-from pagedraft.kernels.paged_attention_config import WALK, Split
+from pagedraft.kernels.paged_attention_config import SEGMENT, WALK, Split
 from pagedraft.tests.compare import assert_same_bits
 from pagedraft.tests.inputs import PagedCase, paged_case
-from pagedraft.tests.kernels.attention import SEGMENT, attend, attend_split
+from pagedraft.tests.kernels.attention import attend, attend_split
 
 if INTERPRETED:
     from pagedraft.tests.sanitizer import sanitize
