@@ -7,17 +7,18 @@ integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pagedraft.kernels.kv_quant import quantize_kv
+from pagedraft.kernels.paged_attention_cpu_tiles import use_threads
 
 POISON = 0xFF
 NUM_GUARD_ELEMENTS = 256
 CPU = torch.device("cpu")
+num_threads = use_threads
 
 
 def randn(
@@ -39,17 +40,6 @@ def poisoned(
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = torch.full((num_bytes,), POISON, dtype=torch.uint8, device=device)
     return raw.view(dtype).view(shape)
-
-
-@contextmanager
-def num_threads(count: int) -> Iterator[None]:
-    """Let torch use ``count`` threads for one op inside the ``with`` block."""
-    saved = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(saved)
 
 
 class Guarded:
