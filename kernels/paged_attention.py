@@ -39,6 +39,7 @@ from einops import rearrange
 from pagedraft.kernels.check import check_contiguous, check_dtype, check_shape
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import implementation
+from pagedraft.kernels.kv_quant import KV_DTYPES
 from pagedraft.kernels.paged_attention_cpu import AttentionPlan, fill_plan, paged_attention_cpu
 from pagedraft.kernels.paged_attention_cpu_tiles import find_row_counts
 from pagedraft.kernels.paged_attention_launch import (
@@ -51,8 +52,7 @@ from pagedraft.kernels.paged_attention_launch import (
 from pagedraft.kernels.score_rules import ScoreRules, check_rules
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-QUANTIZED = (torch.int8, torch.float8_e4m3fn)
-BLOCK_SIZES = (8, 16, 32, 64, 128)
+BLOCK_SIZES = (8, 16, 32, 64, 128)  # tokens; what the tests cover
 
 
 def paged_attention_ref(
@@ -115,7 +115,7 @@ def _check_pool(q_THD: torch.Tensor, pool: KVPool) -> None:
     if pool.k_NGBD.ndim != 4 or 0 in pool.k_NGBD.shape[:2]:
         shape = tuple(pool.k_NGBD.shape)
         raise ValueError(f"k_cache_NGBD: expected blocks and heads [N, G, B, D], got shape {shape}")
-    is_quantized = pool.k_NGBD.dtype in QUANTIZED
+    is_quantized = pool.k_NGBD.dtype in KV_DTYPES
     for name, cache in (("k_cache_NGBD", pool.k_NGBD), ("v_cache_NGBD", pool.v_NGBD)):
         check_dtype(name, cache, *((pool.k_NGBD.dtype,) if is_quantized else (q_THD.dtype,)))
         if cache.ndim != 4 or cache.shape != pool.k_NGBD.shape:

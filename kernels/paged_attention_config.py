@@ -9,7 +9,6 @@ the whole tree in one program, or let programs store the states of segments or o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import triton
@@ -53,7 +52,6 @@ class AttentionConfig(NamedTuple):
     num_stages: int
 
 
-@lru_cache(maxsize=256)
 def attention_config(
     group: int,
     head_dim: int,

@@ -53,18 +53,26 @@ def shape_of(
     """Return the kernels' shape and compile options."""
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads, block_size = pool.k_NGBD.shape[1:3]
-    group = num_heads // num_kv_heads
-    is_hip = torch.version.hip is not None
     has_extras = rules.window is not None or pool.k_scale_NGB is not None
-    sizes = (group, head_dim, q_THD.element_size(), max_query_len)
-    config = attention_config(*sizes, is_hip, is_wide, has_extras)
+    sizes = (num_heads // num_kv_heads, head_dim, q_THD.element_size(), max_query_len)
+    is_hip = torch.version.hip is not None
+    return _shape((*sizes, is_hip, is_wide, has_extras), num_kv_heads, block_size, rules.window)
+
+
+@lru_cache(maxsize=1024)  # asked for up to three times a layer
+def _shape(
+    config_args: tuple, num_kv_heads: int, block_size: int, window: int | None
+) -> tuple[AttentionShape, dict[str, object]]:
+    """See shape_of; config_args: of attention_config."""
+    config = attention_config(*config_args)
+    group, head_dim, _, max_query_len, is_hip, *_ = config_args
     shape = AttentionShape(
         group=group,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_d=triton.next_power_of_2(head_dim),
         block_size=block_size,
-        window=rules.window or 0,
+        window=window or 0,
         block_m=config.block_m,
         block_n=config.block_n,
         is_one_tile=max_query_len <= config.block_m // group,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from pagedraft.kernels.kv_quant import KV_DTYPES
+from pagedraft.kernels.paged_attention import BLOCK_SIZES
 from pagedraft.model.config import ModelConfig
 
-BLOCK_SIZES = (8, 16, 32, 64, 128)  # tokens; what the attention kernels are tested with
 FP8 = torch.float8_e4m3fn
 MIN_FP8_CAPABILITY = (8, 9)
 FP8_AMD_ARCH = "gfx942"

@@ -23,7 +23,8 @@ from pagedraft.decoding.load import (
 )
 from pagedraft.decoding.params import SamplingParams, check_int, derive_seed
 from pagedraft.decoding.sequence import Sequence
-from pagedraft.model.kv_cache import BLOCK_SIZES, KVCache
+from pagedraft.kernels.paged_attention import BLOCK_SIZES
+from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.engine import Engine
 from pagedraft.scheduler.memory import make_kv_caches
