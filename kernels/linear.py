@@ -14,65 +14,98 @@ row's bits do not depend on T. ``exact=False`` on a GPU calls ``torch.matmul`` a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from pagedraft.kernels import linear_cpu
+from pagedraft.kernels import linear_cpu, linear_cpu_quant, linear_quant, linear_triton
 from pagedraft.kernels.check import check_dtype, check_same_device, check_shape
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import implementation
+from pagedraft.kernels.weight_quant import QuantWeight, dequantize_weight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-# On AMD one MFMA shape for every tile: 32-row tiles would take another by themselves.
-TARGET_OPTIONS: dict[str, Any] = {"matrix_instr_nonkdim": 16} if torch.version.hip else {}
+CPU_WEIGHTS = (linear_cpu.CpuWeight, linear_cpu_quant.CpuQuantWeight)
 
 
 @dataclass(frozen=True)
 class PackedLinear:
     """The weight of a linear layer in the form its implementation reads.
 
-    format: "plain" (a contiguous tensor, GPU and interpreter) or a format of ``linear_cpu``.
-    weight: the tensor [O, I], or the packed CPU weight (which holds the bias too).
-    dtype: the dtype of the weight that was packed.
+    format: "plain" (a contiguous tensor, GPU and interpreter), a format of ``linear_cpu``, or how a
+        quantised weight is stored: "int8", "int4", "fp8", or a format of ``linear_cpu_quant``.
+    weight: the tensor [O, I], the quantised weight, or the packed CPU weight (which holds the bias
+        too).
+    dtype: of the weight that was packed; of the activations that a quantised weight multiplies.
     row_multiple: x with a multiple of this many rows needs no padding copy.
     """
 
     format: str
     num_in: int
     num_out: int
-    weight: torch.Tensor | linear_cpu.CpuWeight
+    weight: torch.Tensor | QuantWeight | linear_cpu.CpuWeight | linear_cpu_quant.CpuQuantWeight
     bias_O: torch.Tensor | None
     dtype: torch.dtype
     row_multiple: int = 1
 
 
-def pack_linear(weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> PackedLinear:
-    """Pack ``weight_OI`` for the implementation that its device runs.
+def pack_linear(
+    weight: torch.Tensor | QuantWeight,
+    bias_O: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> PackedLinear:
+    """Pack ``weight`` [O, I] for the implementation that its device runs.
 
+    dtype: of the activations, where ``weight`` is quantised.
     Raises ValueError for a wrong shape or device, TypeError for a dtype that is not a float.
     """
+    if isinstance(weight, QuantWeight):
+        return _pack_quantised(weight, bias_O, dtype)
+    weight_OI = weight
     check_shape("weight_OI", weight_OI, (None, None))
     check_dtype("weight_OI", weight_OI, *FLOATS)
     num_out, num_in = weight_OI.shape
-    if bias_O is not None:
-        check_shape("bias_O", bias_O, (num_out,))
-        check_dtype("bias_O", bias_O, weight_OI.dtype, torch.float32)
-        check_same_device(weight_OI=weight_OI, bias_O=bias_O)
-        bias_O = bias_O.contiguous()
+    bias_O = _checked_bias(bias_O, weight_OI, weight_OI.dtype)
     dtype = weight_OI.dtype
     if implementation("linear", weight_OI.device, has_cpu=True) != "cpu":
         return PackedLinear("plain", num_in, num_out, weight_OI.contiguous(), bias_O, dtype)
-    weight = linear_cpu.pack(weight_OI, bias_O)
-    return PackedLinear(weight.format, num_in, num_out, weight, bias_O, dtype, weight.row_multiple)
+    cpu_weight = linear_cpu.pack(weight_OI, bias_O)
+    multiple = cpu_weight.row_multiple
+    return PackedLinear(cpu_weight.format, num_in, num_out, cpu_weight, bias_O, dtype, multiple)
+
+
+def _pack_quantised(
+    weight: QuantWeight, bias_O: torch.Tensor | None, dtype: torch.dtype
+) -> PackedLinear:
+    bias_O = _checked_bias(bias_O, weight.codes, dtype)
+    sizes = weight.num_in, weight.num_out
+    if implementation("linear", weight.codes.device, has_cpu=True) != "cpu":
+        return PackedLinear(weight.format, *sizes, weight, bias_O, dtype)
+    cpu_weight = linear_cpu_quant.pack(weight, bias_O)
+    multiple = cpu_weight.row_multiple
+    return PackedLinear(cpu_weight.format, *sizes, cpu_weight, bias_O, dtype, multiple)
+
+
+def _checked_bias(
+    bias_O: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | None:
+    if bias_O is None:
+        return None
+    check_shape("bias_O", bias_O, (weight.shape[0],))
+    check_dtype("bias_O", bias_O, dtype, torch.float32)
+    check_same_device(weight=weight, bias_O=bias_O)
+    return bias_O.contiguous()
 
 
 def dense_weight(packed: PackedLinear) -> torch.Tensor:
-    """Return the weight [O, I] in its own dtype, unpacked where it was packed."""
+    """Return the weight [O, I]: in its own dtype, unpacked where it was packed; a quantised one as
+    the fp32 values that its codes stand for."""
     if isinstance(packed.weight, torch.Tensor):
         return packed.weight
+    if isinstance(packed.weight, QuantWeight):
+        return dequantize_weight(packed.weight)
+    if isinstance(packed.weight, linear_cpu_quant.CpuQuantWeight):
+        return linear_cpu_quant.unpack(packed.weight)
     return linear_cpu.unpack(packed.weight).to(packed.dtype)
 
 
@@ -81,155 +114,15 @@ def linear_ref(
     weight_OI: torch.Tensor,
     bias_O: torch.Tensor | None = None,
     residual_TO: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return y [T, O] in x's dtype, accumulated in fp32 and rounded once."""
+    """Return y [T, O] in ``out_dtype`` (x's), accumulated in fp32 and rounded once."""
     y_TO = x_TI.float() @ weight_OI.float().T
     if bias_O is not None:
         y_TO = y_TO + bias_O.float()
     if residual_TO is not None:
         y_TO = y_TO + residual_TO.float()
-    return y_TO.to(x_TI.dtype)
-
-
-@triton.jit
-def _grouped_tile(program, num_tiles_t, num_tiles_o, GROUP_T: tl.constexpr):
-    """Return (row tile, output tile): GROUP_T row tiles share each output tile, then the next."""
-    group = program // (GROUP_T * num_tiles_o)
-    inside = program % (GROUP_T * num_tiles_o)
-    size = tl.minimum(num_tiles_t - group * GROUP_T, GROUP_T)
-    return group * GROUP_T + inside % size, inside // size
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _linear_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    num_rows,
-    num_out,
-    num_in,
-    stride_xt,
-    stride_rt,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    IS_EVEN_I: tl.constexpr,
-    GROUP_T: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    num_tiles_t, num_tiles_o = tl.cdiv(num_rows, BLOCK_T), tl.cdiv(num_out, BLOCK_O)
-    tile_t, tile_o = _grouped_tile(tl.program_id(0), num_tiles_t, num_tiles_o, GROUP_T)
-    first_t, first_o = (tile_t * BLOCK_T).to(tl.int64), (tile_o * BLOCK_O).to(tl.int64)
-    # Rows past the end read the last row again: loads need no mask, and nothing of it is stored.
-    offs_t = tl.minimum(tl.arange(0, BLOCK_T), num_rows - 1 - tile_t * BLOCK_T)
-    offs_o = tl.minimum(tl.arange(0, BLOCK_O), num_out - 1 - tile_o * BLOCK_O)
-    offs_i = tl.arange(0, BLOCK_I)
-    # One 64-bit base and 32-bit offsets inside the tile: half the registers of 64-bit pointers.
-    x_base, w_base = x_ptr + first_t * stride_xt, w_ptr + first_o * num_in
-    offs_x = offs_t[:, None] * stride_xt + offs_i[None, :]
-    offs_w = offs_o[None, :] * num_in + offs_i[:, None]
-    acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
-    for start in range(0, num_in, BLOCK_I):
-        if IS_EVEN_I:
-            x = tl.load(x_base + offs_x)  # [BLOCK_T, BLOCK_I]
-            w = tl.load(w_base + offs_w)  # [BLOCK_I, BLOCK_O]
-        else:
-            mask_i = start + offs_i < num_in
-            x = tl.load(x_base + offs_x, mask=mask_i[None, :], other=0.0)
-            w = tl.load(w_base + offs_w, mask=mask_i[:, None], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
-        x_base += BLOCK_I
-        w_base += BLOCK_I
-    rows_t, outs_o = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_O)
-    mask_o = outs_o < num_out - tile_o * BLOCK_O
-    mask = (rows_t < num_rows - tile_t * BLOCK_T)[:, None] & mask_o[None, :]
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + first_o + outs_o, mask=mask_o, other=0.0)
-        acc += bias[None, :].to(tl.float32)
-    if HAS_RESIDUAL:
-        residual_ptrs = residual_ptr + first_t * stride_rt + first_o
-        residual_ptrs += rows_t[:, None] * stride_rt + outs_o[None, :]
-        acc += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
-    y_ptrs = y_ptr + first_t * num_out + first_o + (rows_t[:, None] * num_out + outs_o[None, :])
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@dataclass(frozen=True)
-class LinearConfig:
-    """Tile of one program: BLOCK_T rows x BLOCK_O outputs, BLOCK_I inputs a step."""
-
-    block_t: int
-    block_o: int
-    block_i: int
-    group_t: int
-    num_warps: int
-    num_stages: int
-
-
-def linear_config(num_rows: int, num_in: int, num_out: int, element_size: int) -> LinearConfig:
-    """Return the tile for ``num_rows`` rows; block_i never depends on them (exactness).
-
-    No tile compiles to HGMMA, whose sums may differ from HMMA's: on sm_90 that takes 64 rows and a
-    multiple of 4 warps, so 64-row tiles have 2. At most 64 KB of shared memory (gfx942).
-    """
-    if element_size == 4:
-        return LinearConfig(16 if num_rows <= 16 else 32, 32, 32, 8, 4, 2)
-    # 32 outputs a program give 128 programs for 4096 outputs: about one a multiprocessor.
-    block_o = 32 if num_out <= 8192 else 64
-    if num_rows <= 16:
-        return LinearConfig(16, block_o, 64, 1, 4, 7)
-    # 64-row tiles spill without 16-byte loads, 64x128 also without 16-byte stores (sm_80, sm_90).
-    if num_rows <= 32 or num_in % 16:
-        return LinearConfig(32, block_o, 64, 1 if num_rows <= 32 else 8, 4, 5)
-    if num_rows <= 64:
-        return LinearConfig(64, block_o, 64, 1, 2, 4)
-    return LinearConfig(64, 64 if num_out % 16 else 128, 64, 8, 2, 3)
-
-
-def _launch(
-    x_TI: torch.Tensor,
-    weight_OI: torch.Tensor,
-    bias_O: torch.Tensor | None,
-    residual_TO: torch.Tensor | None,
-) -> torch.Tensor:
-    """Run the kernel; x is copied where its strides rule out 16-byte loads."""
-    num_rows, num_in = x_TI.shape
-    num_out = weight_OI.shape[0]
-    y_TO = x_TI.new_empty(num_rows, num_out)
-    if num_rows == 0:
-        return y_TO
-    if x_TI.stride(1) != 1 or x_TI.stride(0) % 16:
-        x_TI = x_TI.contiguous()
-    if residual_TO is not None and residual_TO.stride(1) != 1:
-        residual_TO = residual_TO.contiguous()
-    config = linear_config(num_rows, num_in, num_out, x_TI.element_size())
-    grid = (triton.cdiv(num_rows, config.block_t) * triton.cdiv(num_out, config.block_o),)
-    _linear_kernel[grid](
-        x_TI,
-        weight_OI,
-        weight_OI if bias_O is None else bias_O,
-        y_TO if residual_TO is None else residual_TO,
-        y_TO,
-        num_rows,
-        num_out,
-        num_in,
-        x_TI.stride(0),
-        0 if residual_TO is None else residual_TO.stride(0),
-        HAS_BIAS=bias_O is not None,
-        HAS_RESIDUAL=residual_TO is not None,
-        IS_EVEN_I=num_in % config.block_i == 0,
-        GROUP_T=config.group_t,
-        BLOCK_T=config.block_t,
-        BLOCK_O=config.block_o,
-        BLOCK_I=config.block_i,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **TARGET_OPTIONS,
-    )
-    return y_TO
+    return y_TO.to(out_dtype or x_TI.dtype)
 
 
 def _matmul(
@@ -252,8 +145,9 @@ def linear(
     *,
     residual_TO: torch.Tensor | None = None,
     exact: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return y [T, O] = x Wt (+ bias) (+ residual) in x's dtype.
+    """Return y [T, O] = x Wt (+ bias) (+ residual) in ``out_dtype``, by default x's.
 
     ``exact=False`` on a GPU may give a row other bits in another batch. Raises ValueError for wrong
     shapes or devices, TypeError for wrong dtypes.
@@ -264,19 +158,28 @@ def linear(
         check_shape("residual_TO", residual_TO, (x_TI.shape[0], packed.num_out))
         check_dtype("residual_TO", residual_TO, x_TI.dtype)
     choice = implementation("linear", x_TI.device, has_cpu=True)
-    if choice == "cpu" and isinstance(packed.weight, linear_cpu.CpuWeight):
+    if choice == "cpu" and isinstance(packed.weight, CPU_WEIGHTS):
         if x_TI.dtype != torch.float32:
             check_dtype("x_TI", x_TI, torch.float32)
-        return linear_cpu.run(x_TI, packed.weight, residual_TO)
+        is_dense = isinstance(packed.weight, linear_cpu.CpuWeight)
+        run = linear_cpu.run if is_dense else linear_cpu_quant.run
+        y_TO = run(x_TI, packed.weight, residual_TO)
+        return y_TO if out_dtype is None else y_TO.to(out_dtype)
+    out_dtype = out_dtype or x_TI.dtype
+    bias_O = packed.bias_O
+    if choice == "triton" and isinstance(packed.weight, QuantWeight):
+        check_dtype("x_TI", x_TI, packed.dtype)
+        check_same_device(x_TI=x_TI, codes=packed.weight.codes, residual_TO=residual_TO)
+        return linear_quant.launch(x_TI, packed.weight, bias_O, residual_TO, out_dtype)
     weight_OI = dense_weight(packed)
-    check_same_device(x_TI=x_TI, weight_OI=weight_OI, bias_O=packed.bias_O, residual_TO=residual_TO)
+    check_same_device(x_TI=x_TI, weight_OI=weight_OI, bias_O=bias_O, residual_TO=residual_TO)
     if choice != "triton":
         check_dtype("x_TI", x_TI, *FLOATS)
-        return linear_ref(x_TI, weight_OI, packed.bias_O, residual_TO)
+        return linear_ref(x_TI, weight_OI, bias_O, residual_TO, out_dtype)
     check_dtype("x_TI", x_TI, weight_OI.dtype)
     if x_TI.is_cuda and not exact:
-        return _matmul(x_TI, weight_OI, packed.bias_O, residual_TO)
-    return _launch(x_TI, weight_OI, packed.bias_O, residual_TO)
+        return _matmul(x_TI, weight_OI, bias_O, residual_TO).to(out_dtype)
+    return linear_triton.launch(x_TI, weight_OI, bias_O, residual_TO, out_dtype)
 
 
 def linear_cost(

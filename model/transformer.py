@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from pagedraft.kernels.dispatch import implementation
-from pagedraft.kernels.gated_mlp import gated_mlp
 from pagedraft.kernels.linear import PackedLinear, linear, pack_linear
+from pagedraft.kernels.linear_fused import Rows, gated_linear, linear_add_norm
 from pagedraft.kernels.paged_attention import AttentionPlan, paged_attention, prepare_attention
-from pagedraft.kernels.rms_norm import add_rms_norm, rms_norm
+from pagedraft.kernels.rms_norm import rms_norm
 from pagedraft.kernels.write_kv import WritePlan, plan_write_kv, write_kv
 from pagedraft.model.batch import StepBatch
 from pagedraft.model.config import ModelConfig
@@ -21,6 +22,15 @@ from pagedraft.model.huge_pages import MIN_WEIGHT_BYTES, use_huge_pages
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.rope import rope_table
 from pagedraft.model.weights import load_weights
+
+# Called with (layer, stage, result) after each stage of a layer; layer -1 is what comes before the
+# first, and num_layers what comes after the last. The result is read, never kept or changed.
+Observe = Callable[[int, str, Rows], None]
+STAGES = ("embed", "input_norm", "qkv", "attention", "o_norm", "gate_up", "down_norm", "head")
+
+
+def _ignore(layer: int, stage: str, result: Rows) -> None:
+    """Observe nothing."""
 
 
 @dataclass(frozen=True)
@@ -118,35 +128,44 @@ class Transformer:
         return math.lcm(*(weight.row_multiple for weight in packed))
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
+    def forward(self, batch: StepBatch, cache: KVCache, observe: Observe = _ignore) -> torch.Tensor:
         """Write this step's KV into ``cache`` and return the fp32 logits [num_logits, V].
 
         A row's bits depend on its own tokens and positions only (with ``exact``), never on what
         else is in the batch. The last layer's MLP and the head see only the rows that need logits.
+        ``observe`` sees each stage's result (STAGES), for comparing two runs.
         """
-        eps = self.config.rms_eps
+        eps, exact = self.config.rms_eps, self.exact
         residual_TE = F.embedding(batch.tokens_T, self.embed_VE).to(self.activation_dtype)
-        normed_TE = rms_norm(residual_TE, self.layers[0].input_norm_E, eps)
+        observe(-1, "embed", residual_TE)
+        normed: Rows = rms_norm(residual_TE, self.layers[0].input_norm_E, eps)
+        observe(-1, "input_norm", normed)
         last = len(self.layers) - 1
+        norms_E = [*(layer.input_norm_E for layer in self.layers[1:]), self.final_norm_E]
         plans = self._plan_write(batch, cache), AttentionPlan()
-        for index, layer in enumerate(self.layers):
-            heads_THD = self._attend(normed_TE, layer, batch, cache, index, *plans)
+        for index, (layer, next_norm_E) in enumerate(zip(self.layers, norms_E, strict=True)):
+            qkv_TC = linear(normed, layer.qkv, exact=exact)
+            observe(index, "qkv", qkv_TC)
+            heads_THD = self._attend(qkv_TC, layer, batch, cache, index, *plans)
+            observe(index, "attention", heads_THD)
             if index == last and batch.num_logits == 0:
                 return heads_THD.new_empty(0, self.config.vocab_size, dtype=torch.float32)
             if index == last and batch.num_logits < batch.num_tokens:
                 heads_THD = heads_THD[batch.logit_rows_Q]
                 residual_TE = residual_TE[batch.logit_rows_Q]
-            attended_TE = linear(heads_THD.flatten(1), layer.o, exact=self.exact)
-            normed_TE, residual_TE = add_rms_norm(attended_TE, residual_TE, layer.post_norm_E, eps)
-            gate_up = linear(normed_TE, layer.gate_up, exact=self.exact)
-            mlp_TE = linear(
-                gated_mlp(gate_up, self.config.activation), layer.down, exact=self.exact
+            normed, residual_TE = linear_add_norm(
+                heads_THD.flatten(1), layer.o, residual_TE, layer.post_norm_E, eps, exact=exact
             )
-            next_norm_E = (
-                self.final_norm_E if index == last else self.layers[index + 1].input_norm_E
+            observe(index, "o_norm", normed)
+            mlp_TF = gated_linear(normed, layer.gate_up, self.config.activation, exact=exact)
+            observe(index, "gate_up", mlp_TF)
+            normed, residual_TE = linear_add_norm(
+                mlp_TF, layer.down, residual_TE, next_norm_E, eps, exact=exact
             )
-            normed_TE, residual_TE = add_rms_norm(mlp_TE, residual_TE, next_norm_E, eps)
-        return linear(normed_TE, self.head, exact=self.exact)[: batch.num_logits].float()
+            observe(index, "down_norm", normed)
+        logits_QV = linear(normed, self.head, exact=exact, out_dtype=torch.float32)
+        observe(len(self.layers), "head", logits_QV)
+        return logits_QV[: batch.num_logits]
 
     def _plan_write(self, batch: StepBatch, cache: KVCache) -> WritePlan | None:
         """What all layers of a step share in ``write_kv``; the kernel needs no such help."""
@@ -163,7 +182,7 @@ class Transformer:
 
     def _attend(
         self,
-        normed_TE: torch.Tensor,
+        qkv_TC: torch.Tensor,
         layer: Layer,
         batch: StepBatch,
         cache: KVCache,
@@ -171,11 +190,11 @@ class Transformer:
         write_plan: WritePlan | None,
         attention_plan: AttentionPlan,
     ) -> torch.Tensor:
-        """One layer's attention before the output projection: [T, H, D]."""
+        """Store a layer's keys and values, then attend: [T, H, D] before the output projection."""
         k_NGBD, v_NGBD = cache.k[index], cache.v[index]
         k_scale_NGB, v_scale_NGB = cache.k_scale[index], cache.v_scale[index]
         q_THD = write_kv(
-            linear(normed_TE, layer.qkv, exact=self.exact),
+            qkv_TC,
             self.cos_PR,
             self.sin_PR,
             batch.positions_T,

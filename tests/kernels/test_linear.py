@@ -12,11 +12,11 @@ from pagedraft.kernels.dispatch import use_implementation, use_reference
 from pagedraft.kernels.linear import (
     dense_weight,
     linear,
-    linear_config,
     linear_cost,
     linear_ref,
     pack_linear,
 )
+from pagedraft.kernels.linear_config import linear_config
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
 from pagedraft.tests.inputs import Guarded, randn
 
