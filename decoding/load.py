@@ -62,15 +62,23 @@ def load_model(
     model: str | Path | Transformer,
     *,
     dtype: str | torch.dtype = "auto",
+    weights: str = "auto",
     device: str | torch.device = "auto",
     exact: bool = True,
 ) -> Transformer:
-    """A loaded model as it is; else a folder, a hub id or ``demo``, loaded."""
+    """A loaded model as it is; else a folder, a hub id or ``demo``, loaded.
+
+    weights: "int8", "int4" or "fp8" quantises the linear weights; "auto" keeps what is stored.
+    """
     if isinstance(model, Transformer):
         return model
     folder = resolve_model(model)
     return Transformer.from_folder(
-        folder, dtype=resolve_dtype(dtype), device=resolve_device(device), exact=exact
+        folder,
+        dtype=resolve_dtype(dtype),
+        weights=weights,
+        device=resolve_device(device),
+        exact=exact,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from pagedraft.kernels.gated_mlp import Activation
 from pagedraft.model.families import family_of, has_bias
+from pagedraft.model.quant_scheme import QuantScheme, parse_scheme
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -38,6 +39,7 @@ class ModelConfig:
     complete numbers. ``attention_bias``: q, k and v carry a bias. ``activation`` is a name of
     ``gated_mlp``. ``eos_token_ids``: those of generation_config.json, then those of config.json.
     ``dtype`` is what config.json says the weights are (float32 if it says nothing).
+    ``quantization``: how the linear layers are stored, None for plain tensors.
     """
 
     family: str
@@ -60,6 +62,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: torch.dtype = torch.float32
+    quantization: QuantScheme | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -145,6 +148,7 @@ def _from_values(values: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
         eos_token_ids=tuple(dict.fromkeys(eos)),
         bos_token_id=bos[0] if bos else None,
         dtype=_dtype(values),
+        quantization=_quantization(values),
     )
 
 
@@ -153,9 +157,6 @@ def _refuse_unsupported(values: Mapping[str, Any], must_be_false: tuple[str, ...
     for name in must_be_false:
         if values.get(name):
             raise ValueError(f"{name}: expected false, {values[name]!r} is not supported")
-    if values.get("quantization_config"):
-        method = values["quantization_config"]
-        raise ValueError(f"quantization_config: expected none, got {method!r}")
     layer_types = values.get("layer_types")
     if layer_types is None and values.get("use_sliding_window") and values.get("sliding_window"):
         first = values.get("max_window_layers", 0)
@@ -214,6 +215,11 @@ def _head_dim(values: Mapping[str, Any], family_default: int | None) -> int:
 def _dtype(values: Mapping[str, Any]) -> torch.dtype:
     name = values.get("dtype") or values.get("torch_dtype") or "float32"
     return _choice("dtype", str(name).removeprefix("torch."), DTYPES)
+
+
+def _quantization(values: Mapping[str, Any]) -> QuantScheme | None:
+    given = values.get("quantization_config") or values.get("compression_config")
+    return parse_scheme(given) if given else None
 
 
 def _size(values: Mapping[str, Any], name: str, default: int | None = None) -> int:

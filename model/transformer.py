@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from pagedraft.kernels.linear import PackedLinear, linear, pack_linear
 from pagedraft.kernels.linear_fused import Rows, gated_linear, linear_add_norm
 from pagedraft.kernels.paged_attention import AttentionPlan, paged_attention, prepare_attention
 from pagedraft.kernels.rms_norm import rms_norm
+from pagedraft.kernels.weight_quant import QuantWeight
 from pagedraft.kernels.write_kv import WritePlan, plan_write_kv, write_kv
 from pagedraft.model.batch import StepBatch
 from pagedraft.model.config import ModelConfig
@@ -31,6 +34,10 @@ STAGES = ("embed", "input_norm", "qkv", "attention", "o_norm", "gate_up", "down_
 
 def _ignore(layer: int, stage: str, result: Rows) -> None:
     """Observe nothing."""
+
+
+def _num_bytes(weight: torch.Tensor | QuantWeight) -> int:
+    return weight.num_bytes if isinstance(weight, QuantWeight) else weight.nbytes
 
 
 @dataclass(frozen=True)
@@ -53,20 +60,21 @@ class Transformer:
     dtype: of the stored weights. activation_dtype: of everything between them: ``dtype`` on the
     Triton kernels, fp32 on the CPU path, where narrow arithmetic is slower than wide.
     folder: where it was loaded from, None for weights made in memory.
+    weight_bytes: of all weights as they are stored, with factors and zero points.
     ``weights`` (names as in weights.py) is emptied layer by layer, so that no second copy lives.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, torch.Tensor],
+        weights: dict[str, Any],
         *,
         exact: bool = True,
     ) -> None:
         self.config = config
         self.exact = exact
         self.folder: Path | None = None
-        num_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
+        self.weight_bytes = sum(map(_num_bytes, weights.values()))
         embed = weights["embed"]
         self.device = embed.device
         self.dtype = embed.dtype
@@ -75,11 +83,11 @@ class Transformer:
         self.embed_VE = embed
         self.layers = [self._layer(weights, index) for index in range(config.num_layers)]
         self.final_norm_E = weights["final_norm"].to(self.activation_dtype)
-        self.head = pack_linear(weights.get("head", embed))
+        self.head = pack_linear(weights.pop("head", embed), dtype=self.dtype)
         cos_PR, sin_PR = rope_table(config, config.max_positions)
         self.cos_PR, self.sin_PR = cos_PR.to(self.device), sin_PR.to(self.device)
         prepare_attention(self.device, self.activation_dtype, config.head_dim)
-        if self.device.type == "cpu" and num_bytes >= MIN_WEIGHT_BYTES:
+        if self.device.type == "cpu" and self.weight_bytes >= MIN_WEIGHT_BYTES:
             use_huge_pages()
 
     @classmethod
@@ -90,16 +98,20 @@ class Transformer:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         exact: bool = True,
+        weights: str = "auto",
     ) -> Transformer:
-        """Load ``config.json`` and the safetensors weights of ``folder``, cast to ``dtype``."""
+        """Load ``config.json`` and the safetensors weights of ``folder``, cast to ``dtype``.
+
+        weights: "int8", "int4" or "fp8" rounds the linear weights; "auto" keeps what is stored.
+        """
         config = ModelConfig.from_folder(folder)
-        weights = load_weights(folder, config, dtype=dtype, device=torch.device(device))
-        model = cls(config, weights, exact=exact)
+        loaded = load_weights(folder, config, dtype=dtype, device=device, weights=weights)
+        model = cls(config, loaded, exact=exact)
         model.folder = Path(folder)
         return model
 
-    def _layer(self, weights: dict[str, torch.Tensor], index: int) -> Layer:
-        def get(name: str) -> torch.Tensor:
+    def _layer(self, weights: dict[str, Any], index: int) -> Layer:
+        def get(name: str) -> Any:
             return weights.pop(f"layers.{index}.{name}")
 
         def maybe(name: str) -> torch.Tensor | None:
@@ -109,15 +121,16 @@ class Transformer:
             weight = maybe(name)
             return None if weight is None else weight.to(self.activation_dtype)
 
+        pack = partial(pack_linear, dtype=self.dtype)
         return Layer(
             input_norm_E=get("input_norm").to(self.activation_dtype),
-            qkv=pack_linear(get("qkv"), maybe("qkv_bias")),
+            qkv=pack(get("qkv"), maybe("qkv_bias")),
             q_norm_D=head_norm("q_norm"),
             k_norm_D=head_norm("k_norm"),
-            o=pack_linear(get("o"), maybe("o_bias")),
+            o=pack(get("o"), maybe("o_bias")),
             post_norm_E=get("post_norm").to(self.activation_dtype),
-            gate_up=pack_linear(get("gate_up")),
-            down=pack_linear(get("down")),
+            gate_up=pack(get("gate_up")),
+            down=pack(get("down")),
         )
 
     @property

@@ -1,36 +1,55 @@
-"""Reads the safetensors weights of a folder into tensors under our names, q/k/v and gate/up fused.
+"""Reads the weights of a folder into tensors under our names, q/k/v and gate/up fused.
 
-Headers are checked as a whole before any data is read: names, shapes and dtypes, all problems of a
-kind in one message. Then each tensor is read once, into its place in the fused tensor on the
-target device. Nothing is ever unpickled.
+Each tensor is read once, into its place in the fused tensor on the target device. Linear weights
+may come as ``QuantWeight``: because the checkpoint stores them so, or rounded here, one tensor of
+the file at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from pagedraft.model.config import ModelConfig, check_folder, read_json
+from pagedraft.kernels.weight_quant import WEIGHT_FORMATS, QuantWeight, WeightFormat
+from pagedraft.model import quantized
+from pagedraft.model.config import ModelConfig, check_folder
 from pagedraft.model.families import FAMILIES
+from pagedraft.model.kv_cache import check_fp8_arch, gpu_arch
+from pagedraft.model.quant_scheme import QuantScheme
+from pagedraft.model.weight_files import Header, OpenFile, check_headers, open_files
 
-FILE_DTYPES = ("F32", "F16", "BF16")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-NUM_LISTED = 5  # names in one error message
+LINEAR = ("qkv", "o", "gate_up", "down", "head")
+
+Files = Mapping[str, OpenFile]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the file: its name there and the shape that the config asks for."""
+    """One tensor of an unquantised file: its name there and the shape that the config asks for.
+
+    scheme: how the file stores it in its place, where it does not store the tensor itself.
+    """
 
     source: str
     shape: tuple[int, ...]
+    scheme: QuantScheme | None = None
+
+    @property
+    def module(self) -> str:
+        return self.source.rpartition(".")[0]
+
+    @property
+    def headers(self) -> list[Header]:
+        """What the file has for it."""
+        if self.scheme is None:
+            return [Header(self.source, (self.shape,))]
+        return quantized.headers(self.scheme, self.module, *self.shape)
 
 
 def load_weights(
@@ -39,36 +58,87 @@ def load_weights(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> dict[str, torch.Tensor]:
+    weights: str = "auto",
+) -> dict[str, Any]:
     """Return the tensors of ``expected_parts(config)``, cast to ``dtype``, on ``device``.
 
-    Linear weights are [out, in]. "head" is absent when ``config.tied_head``: use "embed".
+    Linear weights [out, in] are tensors or ``QuantWeight``. "head" is absent where it is the
+    embedding itself.
+    weights: "int8", "int4" or "fp8" rounds the linear ones to it; "auto" keeps what is stored.
     Raises FileNotFoundError or ValueError naming the file and the tensors.
     """
+    device = torch.device(device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype}")
-    folder = check_folder(folder)
-    parts = expected_parts(config)
+    check_weights(weights, config, device)
+    folder, parts = check_folder(folder), expected_parts(config)
+    is_rounded = weights != "auto" and config.quantization is None
+    result: dict[str, Any] = {}
     with ExitStack() as stack:
-        files = _open_files(folder, stack)
+        files = open_files(folder, stack)
         _check_headers(folder, files, parts, config)
-        weights = {}
         for name, sources in parts.items():
-            weights[name] = _read(files, sources, dtype, torch.device(device))
+            if sources[0].scheme is not None:
+                result[name] = _load_quantised(files, sources, device, f"{name}_bias" in parts)
+            elif is_rounded and _is_linear(name):
+                result[name] = _load_rounded(files, sources, device, _format_of(name, weights))
+            else:
+                result[name] = _load_plain(files, sources, dtype, device)
         head = FAMILIES[config.family].tensors["head"][0]
         if config.tied_head and head in files:
-            _check_tied(files, head, weights["embed"])
-    return weights
+            _check_tied(files, head, result["embed"])
+    if config.tied_head and is_rounded:
+        result["head"] = quantized.quantize(result["embed"], _format_of("head", weights))
+    return result
+
+
+def check_weights(weights: str, config: ModelConfig, device: torch.device) -> None:
+    """Raise ValueError unless linear weights of this model can be had as ``weights``."""
+    choices = ["auto", *WEIGHT_FORMATS]
+    if weights not in choices:
+        raise ValueError(f"weights: expected one of {choices}, got {weights!r}")
+    stored = config.quantization
+    if stored is not None and weights not in ("auto", stored.format):
+        raise ValueError(
+            f'weights: expected "auto" or "{stored.format}", which the checkpoint stores '
+            f"(quant_method {stored.method}), got {weights!r}"
+        )
+    if "fp8" not in (weights, stored and stored.format):
+        return
+    try:
+        check_fp8_arch(gpu_arch(device))
+    except ValueError:
+        raise ValueError(
+            "weights: fp8 (e4m3) needs compute capability 8.9 or higher, or gfx942; "
+            '"int8" takes the same memory and runs on this device'
+        ) from None
+
+
+def _is_linear(name: str) -> bool:
+    return name.rpartition(".")[2] in LINEAR
+
+
+def _format_of(name: str, weights: str) -> WeightFormat:
+    return cast(WeightFormat, weights)
 
 
 def expected_parts(config: ModelConfig) -> dict[str, list[Part]]:
     """Return our tensor names in the order of the forward pass, with what each is made of."""
     names = FAMILIES[config.family].tensors
-    shapes = _shapes(config)
+    shapes, scheme = _shapes(config), config.quantization
 
     def parts(name: str, layer: int | None = None) -> list[Part]:
         sources = (source.format(i=layer) for source in names[name])
-        return [Part(*pair) for pair in zip(sources, shapes[name], strict=True)]
+        plain = [Part(*pair) for pair in zip(sources, shapes[name], strict=True)]
+        if scheme is None or not _is_linear(name):
+            return plain
+        quantised = [replace(part, scheme=scheme) for part in plain if scheme.covers(part.module)]
+        if quantised and len(quantised) < len(plain):
+            raise ValueError(
+                f"quantization_config: expected all of {[part.source for part in plain]} to be "
+                f"quantised or none, got {[part.source for part in quantised]}"
+            )
+        return quantised or plain
 
     result = {"embed": parts("embed")}
     in_layer = [name for name in names if name in shapes and name.startswith("layers.")]
@@ -108,98 +178,23 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
     }
 
 
-@dataclass(frozen=True)
-class _OpenFile:
-    """A safetensors file that is open for reading."""
-
-    path: Path
-    handle: Any
-
-
-def _open_files(folder: Path, stack: ExitStack) -> dict[str, _OpenFile]:
-    """Open every weight file and return which one holds each tensor name."""
-    files: dict[str, _OpenFile] = {}
-    for path in _weight_files(folder):
-        try:
-            handle = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{path}: expected a whole safetensors file, got a broken or truncated one of "
-                f"{path.stat().st_size} bytes ({error})"
-            ) from None
-        for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-            if name in files:
-                raise ValueError(f"{path}: tensor {name} is also in {files[name].path.name}")
-            files[name] = _OpenFile(path, handle)
-    return files
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of the folder: the single one, or the shards of the index."""
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    index = folder / INDEX
-    if not index.is_file():
-        others = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
-        found = sorted(path.name for path in folder.iterdir() if path.suffix in others)
-        raise FileNotFoundError(
-            f"{folder}: expected {SINGLE} or {INDEX}, found {_listed(found) or 'no weights'}"
-        )
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, Mapping) or not weight_map:
-        raise ValueError(f"{index}: expected a non-empty object weight_map, got {weight_map!r}")
-    names = set(weight_map.values())
-    if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise ValueError(
-            f"{index}: weight_map: expected file names, got {_listed(map(str, names))}"
-        )
-    missing = sorted(name for name in names if not (folder / name).is_file())
-    if missing:
-        raise FileNotFoundError(
-            f"{folder}: missing shard files named in {INDEX}: {_listed(missing)}"
-        )
-    return [folder / name for name in sorted(names)]
-
-
 def _check_headers(
-    folder: Path,
-    files: Mapping[str, _OpenFile],
-    parts: Mapping[str, list[Part]],
-    config: ModelConfig,
+    folder: Path, files: Files, parts: Mapping[str, list[Part]], config: ModelConfig
 ) -> None:
-    """Raise unless the files hold exactly the expected tensors, in shape and dtype."""
+    """Raise unless the files hold what ``parts`` ask for and nothing else."""
     family = FAMILIES[config.family]
-    wanted = {part.source: part for sources in parts.values() for part in sources}
-    missing = sorted(wanted.keys() - files.keys())
-    left_over = sorted(
-        name
-        for name in files.keys() - wanted.keys() - set(family.tensors["head"])
-        if not name.endswith(family.buffers)
+    check_headers(
+        folder,
+        files,
+        [header for sources in parts.values() for part in sources for header in part.headers],
+        kind=config.family,
+        ignored=family.tensors["head"],
+        endings=family.buffers + (quantized.UNREAD if config.quantization else ()),
     )
-    problems = []
-    if missing:
-        problems.append(f"missing {len(missing)} tensors: {_listed(missing)}")
-    if left_over:
-        problems.append(f"left over {len(left_over)} tensors: {_listed(left_over)}")
-    if problems:
-        raise ValueError(f"{folder}: expected a {config.family} model, {'; '.join(problems)}")
-    wrong = list(_wrong_headers(files, wanted))
-    if wrong:
-        raise ValueError(f"{folder}: {_listed(wrong, separator='; ')}")
 
 
-def _wrong_headers(files: Mapping[str, _OpenFile], wanted: Mapping[str, Part]) -> Iterator[str]:
-    for name, part in wanted.items():
-        header = files[name].handle.get_slice(name)
-        shape, dtype = tuple(header.get_shape()), header.get_dtype()
-        if shape != part.shape:
-            yield f"{name}: expected shape {part.shape} (from config.json), got {shape}"
-        elif dtype not in FILE_DTYPES:
-            yield f"{name}: expected dtype {' or '.join(FILE_DTYPES)}, got {dtype}"
-
-
-def _read(
-    files: Mapping[str, _OpenFile], parts: list[Part], dtype: torch.dtype, device: torch.device
+def _load_plain(
+    files: Files, parts: list[Part], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Read the parts straight into one tensor, one below the other."""
     num_rows = sum(part.shape[0] for part in parts)
@@ -209,10 +204,7 @@ def _read(
         file = files[part.source]
         rows = fused[first : first + part.shape[0]]
         first += part.shape[0]
-        try:
-            source = file.handle.get_tensor(part.source)
-        except SafetensorError as error:
-            raise ValueError(f"{file.path}: cannot read {part.source} ({error})") from None
+        source = file.read(part.source)
         rows.copy_(source)
         narrows = dtype == torch.float16 and source.dtype != torch.float16
         if narrows and bool(rows.isinf().any()):
@@ -223,9 +215,49 @@ def _read(
     return fused
 
 
-def _check_tied(files: Mapping[str, _OpenFile], name: str, embed_VE: torch.Tensor) -> None:
+def _load_rounded(
+    files: Files, parts: list[Part], device: torch.device, format: WeightFormat
+) -> QuantWeight:
+    """Read the parts one at a time and round each to ``format``."""
+
+    def rounded(part: Part) -> QuantWeight:
+        file = files[part.source]
+        try:
+            return quantized.quantize(file.read(part.source).to(device), format)
+        except ValueError as error:
+            raise ValueError(f"{file.path}: {part.source}: {error}") from None
+
+    return quantized.concatenate([rounded(part) for part in parts])
+
+
+def _load_quantised(
+    files: Files, parts: list[Part], device: torch.device, has_bias: bool
+) -> QuantWeight:
+    """Read the layers that are stored quantised and put one below the other."""
+    weights = [_read_layer(files, part, device, has_bias) for part in parts]
+    try:
+        return quantized.concatenate(weights)
+    except ValueError as error:
+        raise ValueError(f"{', '.join(part.module for part in parts)}: {error}") from None
+
+
+def _read_layer(files: Files, part: Part, device: torch.device, has_bias: bool) -> QuantWeight:
+    assert part.scheme is not None
+    sources = [header.source for header in part.headers if header.source in files]
+    path = files[sources[0]].path
+    tensors = {name.rpartition(".")[2]: files[name].read(name).to(device) for name in sources}
+    bias_O = tensors.pop("bias", None)
+    if bias_O is not None and not has_bias and bool(bias_O.any()):
+        raise ValueError(f"{path}: {part.module}.bias: expected zeros, the model has no bias there")
+    try:
+        return quantized.read_layer(part.scheme, tensors)
+    except ValueError as error:
+        raise ValueError(f"{path}: {part.module}: {error}") from None
+
+
+def _check_tied(files: Files, name: str, embed_VE: torch.Tensor) -> None:
     """Raise unless a head that the file stores besides a tied embedding is that embedding."""
-    head = files[name].handle.get_tensor(name)
+    head = files[name].read(name)
     same = tuple(head.shape) == tuple(embed_VE.shape) and torch.equal(
         head.to(embed_VE.device, embed_VE.dtype), embed_VE
     )
@@ -234,11 +266,3 @@ def _check_tied(files: Mapping[str, _OpenFile], name: str, embed_VE: torch.Tenso
             f"{files[name].path}: {name}: expected the embedding itself (config.json says "
             f"tie_word_embeddings), got a tensor {tuple(head.shape)} that differs"
         )
-
-
-def _listed(names: Any, separator: str = ", ") -> str:
-    """Join at most NUM_LISTED names, saying how many more there are."""
-    names = list(names)
-    shown = separator.join(names[:NUM_LISTED])
-    hidden = len(names) - NUM_LISTED
-    return f"{shown}{separator}and {hidden} more" if hidden > 0 else shown

@@ -64,6 +64,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--k", type=_draft_length, default="auto", help="drafts a step, or auto")
     parser.add_argument("--dtype", default="auto", help="of the weights: bf16, fp16, fp32, auto")
+    parser.add_argument(
+        "--weights", default="auto", help="quantise linear weights: int8, int4, fp8 or auto"
+    )
     parser.add_argument("--kv-dtype", default="auto", help="of the KV pool: int8, fp8 or auto")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument(
@@ -85,6 +88,7 @@ def _load(args: argparse.Namespace) -> LLM:
         speculate=args.speculate,
         k=args.k,
         dtype=args.dtype,
+        weights=args.weights,
         kv_dtype=args.kv_dtype,
         device=args.device,
         kv_tokens=args.kv_tokens,

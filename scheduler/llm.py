@@ -58,6 +58,8 @@ class LLM:
     drafter: your own, in place of what ``speculate`` names (decoding/drafters/base.py).
     k: drafts a step and request, or "auto".
     dtype: of the weights; "auto" is bf16. On the CPU arithmetic and KV are fp32 all the same.
+    weights: "int8", "int4" or "fp8" quantises the linear weights of both models as they are loaded;
+        "auto" keeps what the checkpoint stores.
     kv_dtype: of the KV pools: "int8", "fp8", or "auto", the dtype of the activations.
     kv_tokens: capacity of the KV pool in tokens; None sizes it from free memory.
     seed: where the noise of requests without a seed comes from.
@@ -72,6 +74,7 @@ class LLM:
         drafter: Drafter | None = None,
         k: int | str = "auto",
         dtype: str | torch.dtype = "auto",
+        weights: str = "auto",
         kv_dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         block_size: int = 64,
@@ -91,10 +94,12 @@ class LLM:
         check_int("seed", seed, 0, 2**64 - 1)
         controller = DraftController(k)
         stored = resolve_kv_dtype(kv_dtype)
-        self.target = load_model(model, dtype=dtype, device=device, exact=exact)
+        options: dict[str, Any] = {"dtype": dtype, "weights": weights, "device": device}
+        options["exact"] = exact
+        self.target = load_model(model, **options)
         self.tokenizer = load_tokenizer(self.target)
         self.seed = seed
-        draft_model = self._load_draft(draft, speculate, dtype, device, exact)
+        draft_model = self._load_draft(draft, speculate, options)
         models = [self.target] if draft_model is None else [self.target, draft_model]
         caches = make_kv_caches(
             models, stored, block_size=block_size, kv_tokens=kv_tokens, max_rows=max_rows
@@ -230,9 +235,7 @@ class LLM:
         self,
         draft: str | Path | Transformer | None,
         speculate: str,
-        dtype: str | torch.dtype,
-        device: str | torch.device,
-        exact: bool,
+        options: dict[str, Any],
     ) -> Transformer | None:
         if draft is None:
             if speculate == "draft":
@@ -240,7 +243,7 @@ class LLM:
             return None
         if speculate in ("off", "ngram"):
             return None
-        model = load_model(draft, dtype=dtype, device=device, exact=exact)
+        model = load_model(draft, **options)
         check_vocabularies(model, self.target)
         return model
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagedraft.model.config import ModelConfig
-from pagedraft.model.weights import INDEX, SINGLE, load_weights
+from pagedraft.model.weight_files import INDEX, SINGLE
+from pagedraft.model.weights import load_weights
 from pagedraft.tests.model.tiny import TINY, save_tiny
 
 LAYER = "model.layers.1."
