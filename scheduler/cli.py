@@ -1,4 +1,4 @@
-"""The command line: ``pagedraft demo`` and ``pagedraft generate``."""
+"""The command line: ``pagedraft demo``, ``pagedraft generate`` and ``pagedraft diff``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from pagedraft.decoding.params import SamplingParams
 from pagedraft.scheduler.demo import run_demo
+from pagedraft.scheduler.diff import add_diff_command
 from pagedraft.scheduler.llm import LLM, SPECULATE
 
 
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--raw", action="store_true", help="continue the text; do not use the chat template"
     )
     generate.set_defaults(command=_generate)
+    add_diff_command(commands)
     return parser
 
 
