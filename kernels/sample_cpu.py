@@ -4,9 +4,9 @@ It works on the chunks of the noise (philox.py). The largest logits of the chunk
 token. In a sampled row two kinds of tokens get their scores first: that of the largest logit, which
 wins peaked rows, and those that hold the smallest E of their chunk, which win flat rows. Any token
 of chunk c scores at most ``largest logit of c / temperature - log(smallest E of c)``, so chunks and
-then tokens that stay below the best first score are dropped; the rest, tens of tokens a row, are
-drawn in one flat call over all rows. The result equals ``sample_ref`` in every case. Draws run in
-NumPy, where a small array costs a quarter of the time.
+then tokens that stay below the best first score, or beyond the row's cut, are dropped; the rest,
+tens of tokens a row, are drawn in one flat call over all rows. The result equals ``sample_ref`` in
+every case. Draws run in NumPy, where a small array costs a quarter of the time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pagedraft.kernels.logit_edits_cpu import edit_logits_cpu
 from pagedraft.kernels.philox import (
     NOISE_CHUNK,
     SAMPLE,
@@ -24,6 +25,9 @@ from pagedraft.kernels.philox import (
     gumbel,
     philox4x32,
 )
+from pagedraft.kernels.sample_batch import INVALID_TOKEN, SampleBatch
+from pagedraft.kernels.truncate import is_sampled
+from pagedraft.kernels.truncate_cpu import truncate_cpu
 
 # Added to bounds: far above the rounding of the noise, which need not be monotone in its last bit.
 _SLACK = 1e-3
@@ -59,13 +63,25 @@ def first_largest(logits_QV: torch.Tensor, largest_QC: torch.Tensor) -> torch.Te
 
 @dataclass(frozen=True)
 class Rows:
-    """The sampled rows: their place, 1 / temperature, and the words that select their noise."""
+    """The sampled rows: their place, 1 / temperature, and the words that select their noise.
+
+    top_S, cut_S: their largest x and their cuts (truncate.py); None: all keep every token.
+    """
 
     row_S: np.ndarray
     inverse_S: np.ndarray
     position_S: np.ndarray
     seed_S: np.ndarray
     index_S: np.ndarray
+    top_S: np.ndarray | None = None
+    cut_S: np.ndarray | None = None
+
+    def scaled(self, logits_n: np.ndarray, row_n: np.ndarray) -> np.ndarray:
+        """x of logits whose sampled rows are ``row_n`` (broadcast); -inf beyond the cut."""
+        x_n = logits_n * self.inverse_S[row_n]
+        if self.cut_S is not None:
+            x_n[self.top_S[row_n] - x_n > self.cut_S[row_n]] = -np.inf
+        return x_n
 
     def words(
         self, row_n: np.ndarray, counter_n: np.ndarray, purpose_n: np.ndarray | int
@@ -76,6 +92,78 @@ class Rows:
         return philox4x32(counter, (seed_n, seed_n >> 32))
 
 
+def sample_cpu(logits_QV: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+    """Draw as ``sample_ref`` does, reading the logits about once and pruning the noise."""
+    logits_QV = _edited(logits_QV, batch)
+    largest_QC = largest_of_chunks(logits_QV)
+    top_Q = largest_QC.amax(-1)
+    first_Q = first_largest(logits_QV, largest_QC)
+    tokens_Q = first_Q.masked_fill(~(top_Q > float("-inf")), INVALID_TOKEN)
+    _take_infinite(tokens_Q, logits_QV, top_Q, batch)
+    row_S = (is_sampled(batch) & top_Q.isfinite()).nonzero()[:, 0]
+    if row_S.shape[0] == 0:
+        return tokens_Q
+    with np.errstate(over="ignore", invalid="ignore"):  # a quotient that overflows is infinite
+        rows = _sampled_rows(logits_QV, batch, row_S, largest_QC)
+        drawn_S, score_S = draw(logits_QV, largest_QC[row_S].numpy(), first_Q[row_S].numpy(), rows)
+    drawn_S[score_S == float("-inf")] = INVALID_TOKEN
+    tokens_Q[row_S] = torch.from_numpy(drawn_S)
+    return tokens_Q
+
+
+def _take_infinite(
+    tokens_Q: torch.Tensor, logits_QV: torch.Tensor, top_Q: torch.Tensor, batch: SampleBatch
+) -> None:
+    """Give sampled rows with +inf the lowest id whose x is +inf, be it by overflow."""
+    if not bool((top_Q == float("inf")).any()):
+        return
+    row_P = (is_sampled(batch) & (top_Q == float("inf"))).nonzero()[:, 0]
+    tokens_Q[row_P] = (logits_QV[row_P] * (1.0 / batch.temperature_Q[row_P, None])).argmax(-1)
+
+
+def _edited(logits_QV: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+    """Logits in fp32 without padding columns, edited in place where the batch asks for it."""
+    logits_QV = logits_QV[:, : batch.num_tokens(logits_QV.shape[1])].float()
+    if batch.has_edits:
+        edit_logits_cpu(logits_QV, batch)
+    return logits_QV
+
+
+def _sampled_rows(
+    logits_QV: torch.Tensor, batch: SampleBatch, row_S: torch.Tensor, largest_QC: torch.Tensor
+) -> Rows:
+    index_Q = batch.sample_index_Q
+    if index_Q is None:
+        index_Q = torch.zeros_like(batch.position_Q)
+    vectors = (1.0 / batch.temperature_Q, batch.position_Q, batch.seed_Q, index_Q)
+    inverse_S, *words = (vector[row_S].numpy() for vector in vectors)
+    cuts = (None, None)
+    if batch.has_cut:
+        cuts = truncate_cpu(logits_QV, batch, row_S.numpy(), inverse_S, largest_QC[row_S].numpy())
+    return Rows(row_S.numpy(), inverse_S, *words, *cuts)
+
+
+def process_logits_cpu(logits_QV: torch.Tensor, batch: SampleBatch) -> None:
+    """Process fp32 logits in place, as ``process_logits_ref`` does."""
+    x_QV = _edited(logits_QV, batch)
+    largest_QC = largest_of_chunks(x_QV)
+    top_Q = largest_QC.amax(-1)
+    row_S = (is_sampled(batch) & (top_Q > float("-inf"))).nonzero()[:, 0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        rows = _sampled_rows(x_QV, batch, row_S, largest_QC)
+        for s, row in enumerate(rows.row_S):
+            x_QV[row] = torch.from_numpy(rows.scaled(x_QV[row].numpy(), np.full(1, s)))
+    logits_QV[:, x_QV.shape[1] :] = float("-inf")
+    # What is left are points: greedy rows, and rows with an infinite x.
+    top_Q[row_S] = x_QV[row_S].amax(-1)
+    is_point_Q = ~is_sampled(batch) | (top_Q == float("inf"))
+    point_P = is_point_Q.nonzero()[:, 0]
+    token_P = x_QV[point_P].argmax(-1)
+    logits_QV[point_P] = float("-inf")
+    logits_QV[point_P, token_P] = 0.0
+    logits_QV[~(top_Q > float("-inf"))] = float("nan")
+
+
 def draw(
     logits_QV: torch.Tensor, largest_SC: np.ndarray, first_S: np.ndarray, rows: Rows
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -84,8 +172,7 @@ def draw(
     largest_SC: ``largest_of_chunks``; first_S: ``first_largest``.
     Returns (tokens_S int64, their scores fp32).
     """
-    inverse_S1 = rows.inverse_S[:, None]
-    scaled_SC = largest_SC * inverse_S1
+    scaled_SC = rows.scaled(largest_SC, np.arange(len(first_S))[:, None])
     smallest_SC, slot_SC, own_S = _first_draws(largest_SC, first_S, rows)
     first = (np.arange(len(first_S)), first_S // NOISE_CHUNK)
     own_S[slot_SC[first] == first_S % NOISE_CHUNK] = 0.0
@@ -101,7 +188,7 @@ def draw(
     copy_nL = chunk_logits(
         logits_QV, torch.from_numpy(rows.row_S[row_n]), torch.from_numpy(chunk_n)
     ).numpy()
-    scaled_nL = copy_nL * inverse_S1[row_n]
+    scaled_nL = rows.scaled(copy_nL, row_n[:, None])
     pick = (scaled_nL + bound_SC[pair][:, None] >= floor_S[row_n, None]).nonzero()
     pair_m, lane_m = pick
     row_m, chunk_m = row_n[pair_m], chunk_n[pair_m]
@@ -140,6 +227,6 @@ def _best_slot_score(
     vocab_size = logits_QV.shape[1]
     token_SC = slot_SC + np.arange(slot_SC.shape[1]) * NOISE_CHUNK
     logits_SC = logits_QV.numpy()[rows.row_S[:, None], np.minimum(token_SC, vocab_size - 1)]
-    score_SC = logits_SC * rows.inverse_S[:, None] + gumbel_SC
+    score_SC = rows.scaled(logits_SC, np.arange(len(logits_SC))[:, None]) + gumbel_SC
     score_SC[token_SC >= vocab_size] = -np.inf
     return score_SC.max(axis=1)

@@ -12,10 +12,10 @@ from pagedraft.kernels.sample import (
     MIN_TEMPERATURE,
     SampleBatch,
     sample,
-    sample_config,
     sample_cost,
     sample_ref,
 )
+from pagedraft.kernels.sample_triton import sample_config
 from pagedraft.tests.inputs import poisoned, randn
 
 NAN, INF = float("nan"), float("inf")

@@ -1,0 +1,113 @@
+"""CPU path of truncation: the exact cuts of truncate.py from the chunks that can hold them.
+
+It starts from the largest logit of every chunk (sample_cpu.py), that is the nearest distance in it.
+The k-th smallest of these bounds the k-th smallest distance of the row, since k chunks have a token
+at least as near: chunks beyond it are not read. Chunks beyond 21 have no mass. Top-p adds masses in
+bins of 1/16 and sorts the one bin in which the wanted mass is reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagedraft.kernels.philox import NOISE_CHUNK
+from pagedraft.kernels.sample_batch import SampleBatch
+from pagedraft.kernels.truncate import LOG2_E, MAX_HALVINGS, mass_ref, mass_wanted, min_p_cut
+
+_INF = np.float32(np.inf)
+# From here on a token's mass is 0.
+_MASS_RANGE = np.float32(MAX_HALVINGS / LOG2_E)
+_BINS_PER_UNIT = np.float32(16.0)  # a power of two: products keep their order
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row: its logits, 1 / temperature, largest x, and the nearest distance of each chunk."""
+
+    logits_V: np.ndarray
+    inverse: np.float32
+    top: np.float32
+    nearest_C: np.ndarray
+
+    def within(self, limit: np.float32) -> np.ndarray:
+        """Distances of at most ``limit``, in id order."""
+        chunk_n = (self.nearest_C <= limit).nonzero()[0]
+        if len(chunk_n) == len(self.nearest_C):
+            distance_n = self.top - self.logits_V * self.inverse
+        else:
+            distance_n = self._chunks(chunk_n)
+        return distance_n[distance_n <= limit]
+
+    def _chunks(self, chunk_n: np.ndarray) -> np.ndarray:
+        num_whole = len(self.logits_V) // NOISE_CHUNK
+        whole_n = chunk_n[chunk_n < num_whole]
+        chunks_CL = self.logits_V[: num_whole * NOISE_CHUNK].reshape(num_whole, NOISE_CHUNK)
+        logits_n = chunks_CL[whole_n].ravel()
+        if len(whole_n) < len(chunk_n):
+            logits_n = np.concatenate([logits_n, self.logits_V[num_whole * NOISE_CHUNK :]])
+        return self.top - logits_n * self.inverse
+
+
+def truncate_cpu(
+    logits_QV: torch.Tensor,
+    batch: SampleBatch,
+    row_S: np.ndarray,
+    inverse_S: np.ndarray,
+    largest_SC: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (top_S, cut_S) fp32 of the sampled rows ``row_S``.
+
+    largest_SC: ``largest_of_chunks`` of these rows, without NaN.
+    """
+    scaled_SC = largest_SC * inverse_S[:, None]
+    top_S = scaled_SC.max(axis=1)
+    cut_S = np.full_like(top_S, _INF)
+    if batch.min_p_Q is not None:
+        cut_S = min_p_cut(batch.min_p_Q[row_S]).numpy()
+    top_k_S = np.zeros(len(row_S), np.int32)
+    top_p_S = np.ones(len(row_S), np.float32)
+    if batch.top_k_Q is not None:
+        top_k_S = batch.top_k_Q.numpy()[row_S]
+    if batch.top_p_Q is not None:
+        top_p_S = batch.top_p_Q.numpy()[row_S]
+    for s in range(len(row_S)):
+        if not np.isfinite(top_S[s]):
+            cut_S[s] = _INF
+            continue
+        logits_V = logits_QV[row_S[s]].numpy()
+        row = _Row(logits_V, inverse_S[s], top_S[s], top_S[s] - scaled_SC[s])
+        if 1 <= top_k_S[s] < len(logits_V):
+            cut_S[s] = _top_k_cut(row, int(top_k_S[s]), cut_S[s])
+        if top_p_S[s] < 1:
+            cut_S[s] = _top_p_cut(row, float(top_p_S[s]), cut_S[s])
+    return top_S, cut_S
+
+
+def _top_k_cut(row: _Row, top_k: int, cut: np.float32) -> np.float32:
+    """The k-th smallest distance, or ``cut`` if that is less."""
+    bound = cut
+    if top_k <= len(row.nearest_C):
+        bound = min(cut, np.partition(row.nearest_C, top_k - 1)[top_k - 1])
+    distance_n = row.within(bound)
+    if len(distance_n) < top_k:
+        return cut
+    return min(cut, np.partition(distance_n, top_k - 1)[top_k - 1])
+
+
+def _top_p_cut(row: _Row, top_p: float, cut: np.float32) -> np.float32:
+    """The smallest distance within which the wanted share of the mass within ``cut`` lies."""
+    distance_n = row.within(min(cut, _MASS_RANGE))
+    mass_n = mass_ref(torch.from_numpy(distance_n)).numpy()
+    wanted = int(mass_wanted(torch.tensor(mass_n.sum()), torch.tensor(top_p, dtype=torch.float32)))
+    bin_n = (distance_n * _BINS_PER_UNIT).astype(np.int32)
+    # Sums of integers below 2^53 are exact in fp64.
+    reached_b = np.bincount(bin_n, weights=mass_n).cumsum()
+    last = int(reached_b.searchsorted(wanted))
+    missing = wanted - int(reached_b[last - 1]) if last else wanted
+    inside_n = bin_n == last
+    order_n = distance_n[inside_n].argsort()
+    place = mass_n[inside_n][order_n].cumsum().searchsorted(missing)
+    return distance_n[inside_n][order_n[place]]
