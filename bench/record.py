@@ -123,19 +123,30 @@ def bind_launch(
     return launch
 
 
+CallOf = Callable[[JITFunction], Call]
+
+
 @contextmanager
 def launches_recorded(
-    call: Call, targets: Mapping[str, GPUTarget], found: list[Launch]
+    call_of: CallOf, targets: Mapping[str, GPUTarget], found: list[dict[str, Launch]]
 ) -> Iterator[None]:
-    """Append every launch inside the ``with`` block to ``found``, once for each target."""
+    """Append every launch inside the ``with`` block to ``found``, as each target would get it.
+
+    call_of: tells from a launched kernel which call it belongs to.
+    """
     if INTERPRETED:
         raise RuntimeError(
             "TRITON_INTERPRET: expected 0, got 1 (interpreted kernels do not compile)"
         )
 
     def record(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        for name, target in targets.items():
-            found.append(bind_launch(call, fn, name, target, grid, args, kwargs))
+        call = call_of(fn)
+        found.append(
+            {
+                name: bind_launch(call, fn, name, target, grid, args, kwargs)
+                for name, target in targets.items()
+            }
+        )
 
     original = JITFunction.run
     JITFunction.run = record
@@ -147,7 +158,7 @@ def launches_recorded(
 
 
 @contextmanager
-def _vendor_of(backend: str) -> Iterator[None]:
+def vendor_of(backend: str) -> Iterator[None]:
     """Let launchers that ask ``torch.version.hip`` see the vendor they launch for."""
     original = torch.version.hip
     torch.version.hip = "0.0" if backend == "hip" else None
@@ -157,15 +168,29 @@ def _vendor_of(backend: str) -> Iterator[None]:
         torch.version.hip = original
 
 
+def by_backend(targets: Mapping[str, GPUTarget]) -> dict[str, dict[str, GPUTarget]]:
+    """Return the targets of each backend ("cuda", "hip"): launchers ask for it, not for more."""
+    return {
+        backend: {name: target for name, target in targets.items() if target.backend == backend}
+        for backend in sorted({target.backend for target in targets.values()})
+    }
+
+
 def _record_call(call: Call, targets: Mapping[str, GPUTarget]) -> list[Launch]:
-    found: list[Launch] = []
+    found: list[dict[str, Launch]] = []
     if call.targets:
         targets = {name: target for name, target in targets.items() if name in call.targets}
-    for backend in sorted({target.backend for target in targets.values()}):
-        group = {name: target for name, target in targets.items() if target.backend == backend}
-        with _vendor_of(backend), launches_recorded(call, group, found):
+    for backend, group in by_backend(targets).items():
+        with vendor_of(backend), launches_recorded(lambda fn: call, group, found):
             call.run()
-    return found
+    return [launch for launches in found for launch in launches.values()]
+
+
+def add_distinct(launch: Launch, distinct: dict[str, Launch]) -> None:
+    """Add ``launch`` to those with distinct keys, as one more use where its kernel is known."""
+    first = distinct.setdefault(launch.key, launch)
+    if first is not launch and launch.uses[0].call.case not in first.cases:
+        first.uses.extend(launch.uses)
 
 
 def record_calls(
@@ -183,7 +208,5 @@ def record_calls(
         if not found and (not call.targets or set(call.targets) & set(targets)):
             failed.append((call, "launched no kernel"))
         for launch in found:
-            first = distinct.setdefault(launch.key, launch)
-            if call.case not in first.cases:
-                first.uses.extend(launch.uses)
+            add_distinct(launch, distinct)
     return list(distinct.values()), failed

@@ -25,6 +25,7 @@ _SASS_TARGET = re.compile(r"`\(([.$\w]+)\)")
 _SASS_CONDITION = re.compile(r"^\s*!?U?P[0-9]")
 _SASS_MMA = re.compile(r"^(HMMA|HGMMA|UTC\w*MMA|QGMMA|QMMA|IMMA|IGMMA|DMMA)")
 _SASS_TMA = re.compile(r"^(UTMALDG|UBLKCP)")
+_SASS_TMA_STORE = re.compile(r"^UTMA(STG|REDG)")
 _SASS_SPILL = re.compile(r"^(LDL|STL)\b")
 _SASS_RESOURCE = re.compile(r"(REG|STACK|LOCAL):(\d+)")
 _SASS_BITS = ((".128", 128), (".64", 64), (".U16", 16), (".S16", 16), (".U8", 8), (".S8", 8))
@@ -34,6 +35,7 @@ _FP32_PRODUCTS = ("FFMA", "FMUL", "v_fma_f32", "v_fmac_f32", "v_mul_f32", "v_pk_
 _GCN_LINE = re.compile(r"^\s+([a-z][a-z0-9_]+)\b(.*)")
 _GCN_LABEL = re.compile(r"^(\.L\w+):")
 _GCN_LOAD = re.compile(r"^(?:global|buffer|flat)_load_(\w+)$")
+_GCN_STORE = re.compile(r"^(?:global|buffer|flat)_store_(\w+)$")
 _GCN_BITS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
 _GCN_FIELD = r"\.{name}:\s+(\d+)"
 
@@ -45,6 +47,7 @@ class MachineCode:
     registers: 32-bit registers a thread (on AMD: vector registers of both kinds).
     spill_bytes: stack bytes a thread.
     loads: global loads (async copies included) by width in bits; bulk (TMA) copies are under 0.
+    stores: global stores in the same way.
     mma: tensor-core instructions by mnemonic.
     """
 
@@ -52,12 +55,15 @@ class MachineCode:
     spill_bytes: int
     instructions: int
     loads: dict[int, int]
+    stores: dict[int, int]
     mma: dict[str, int]
     tf32: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain types; load widths become strings, as JSON keys are."""
-        return {**asdict(self), "loads": {str(bits): n for bits, n in self.loads.items()}}
+        """Return plain types; widths become strings, as JSON keys are."""
+        widths = {"loads": self.loads, "stores": self.stores}
+        named = {kind: {str(bits): n for bits, n in w.items()} for kind, w in widths.items()}
+        return {**asdict(self), **named}
 
 
 def asm_instructions(asm: Mapping[str, Any]) -> list[Instruction]:
@@ -76,7 +82,7 @@ def is_product(name: str, is_fp32: bool) -> bool:
 
 def load_bits(name: str) -> int | None:
     """Width of a global load (0 for a bulk copy), None for other instructions."""
-    return _gcn_load_bits(name) if name.islower() else _sass_load_bits(name)
+    return _gcn_bits(_GCN_LOAD, name) if name.islower() else _sass_load_bits(name)
 
 
 def machine_code(asm: Mapping[str, Any], instructions: list[Instruction]) -> MachineCode:
@@ -110,6 +116,7 @@ def _read_cubin(cubin: bytes, ptx: str, names: list[str]) -> MachineCode:
         spill_bytes=max(stack, int(spilled)),
         instructions=len(names),
         loads=_sorted_counts(_sass_load_bits(name) for name in names),
+        stores=_sorted_counts(_sass_store_bits(name) for name in names),
         mma=_sorted_counts(m.group(1) if (m := _SASS_MMA.match(n)) else None for n in names),
         tf32=bool(re.search(r"\.tf32\b|kind::tf32", ptx)),
     )
@@ -148,8 +155,16 @@ def _sass_instruction(match: re.Match[str], labels: tuple[str, ...]) -> Instruct
 def _sass_load_bits(name: str) -> int | None:
     if _SASS_TMA.match(name):
         return 0
-    if not name.startswith(("LDG", "LDGSTS")):
-        return None
+    return _sass_width(name) if name.startswith("LDG") else None
+
+
+def _sass_store_bits(name: str) -> int | None:
+    if _SASS_TMA_STORE.match(name):
+        return 0
+    return _sass_width(name) if name.startswith("STG") else None
+
+
+def _sass_width(name: str) -> int:
     return next((bits for mark, bits in _SASS_BITS if mark in name), 32)
 
 
@@ -178,7 +193,8 @@ def _read_gcn(text: str, names: list[str]) -> MachineCode:
             4 * _gcn_field(text, "vgpr_spill_count"),
         ),
         instructions=len(names),
-        loads=_sorted_counts(_gcn_load_bits(name) for name in names),
+        loads=_sorted_counts(_gcn_bits(_GCN_LOAD, name) for name in names),
+        stores=_sorted_counts(_gcn_bits(_GCN_STORE, name) for name in names),
         mma=mma,
         tf32=any("xf32" in name for name in names),
     )
@@ -189,8 +205,8 @@ def _gcn_field(text: str, name: str) -> int:
     return int(match.group(1)) if match else 0
 
 
-def _gcn_load_bits(name: str) -> int | None:
-    match = _GCN_LOAD.match(name)
+def _gcn_bits(pattern: re.Pattern[str], name: str) -> int | None:
+    match = pattern.match(name)
     if not match:
         return None
     kind = match.group(1)

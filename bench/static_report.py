@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ class Result:
     """One kernel on one target.
 
     kv_bytes_per_instruction: by case, where the kernel reads keys and values on tensor cores.
+    executed: warp instructions of one program by case, where its loops are understood.
+    address_products: 32-bit products that addresses are made of.
     problem: why it counts as failed.
     """
 
@@ -29,6 +31,8 @@ class Result:
     shared_bytes: int = 0
     code: MachineCode | None = None
     kv_bytes_per_instruction: dict[str, float] = field(default_factory=dict)
+    executed: dict[str, float] = field(default_factory=dict)
+    address_products: int = 0
     problem: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -59,7 +63,6 @@ def _row(result: Result) -> list[str]:
     code = result.code
     if code is None:
         return [*cells, *["-"] * (len(HEADERS) - 4), _verdict(result)]
-    loads = " ".join(f"{bits or 'tma'}:{n}" for bits, n in sorted(code.loads.items(), reverse=True))
     return [
         *cells,
         str(result.num_warps),
@@ -67,11 +70,16 @@ def _row(result: Result) -> list[str]:
         str(code.registers),
         str(code.spill_bytes),
         f"{result.shared_bytes / 1024:.1f}/{SHARED_LIMITS[result.target] // 1024}",
-        loads,
+        widths(code.loads),
         " ".join(f"{name}:{n}" for name, n in code.mma.items()),
         str(code.instructions),
         _verdict(result),
     ]
+
+
+def widths(counts: Mapping[int, int]) -> str:
+    """Return accesses by width in bits, the widest first; bulk (TMA) copies last."""
+    return " ".join(f"{bits or 'tma'}:{n}" for bits, n in sorted(counts.items(), reverse=True))
 
 
 def _verdict(result: Result) -> str:
@@ -87,12 +95,13 @@ def _attention_rows(results: Iterable[Result], targets: Sequence[str]) -> list[l
     for (kernel, _), found in grouped.items():
         first = next(iter(found.values()))
         kv_bytes = found[FLOOR_TARGET].kv_bytes if FLOOR_TARGET in found else ""
-        cells = [_attention_cell(found.get(target)) for target in targets]
+        cells = [summary_cell(found.get(target)) for target in targets]
         rows.append([kernel, first.first_case, str(first.num_warps), kv_bytes, *cells])
     return rows
 
 
-def _attention_cell(result: Result | None) -> str:
+def summary_cell(result: Result | None) -> str:
+    """Return registers, shared memory and spills of one kernel on one target."""
     if result is None:
         return ""
     if result.code is None:
@@ -103,7 +112,7 @@ def _attention_cell(result: Result | None) -> str:
 
 
 def print_results(title: str, results: list[Result]) -> None:
-    """Print tables, what failed (once for all targets and cases that share it) and the sums."""
+    """Print tables, what failed and the sums."""
     attention = [result for result in results if result.op == "paged_attention"]
     others = [result for result in results if result.op != "paged_attention"]
     if others:
@@ -113,6 +122,11 @@ def print_results(title: str, results: list[Result]) -> None:
         headers = ("kernel", "case", "warps", f"KV B/instr {FLOOR_TARGET}", *targets)
         note = "cells: registers, shared memory; ! failed"
         print_table(f"{title}; {note}", headers, _attention_rows(attention, targets))
+    print_failures(results)
+
+
+def print_failures(results: list[Result]) -> None:
+    """Print what failed, once for all targets and cases that share it, and the sums."""
     failures = [result for result in results if result.problem]
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for failure in failures:
