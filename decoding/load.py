@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pagedraft.decoding.params import SamplingParams
+from pagedraft.decoding.params import MODEL_DEFAULTS, SamplingParams
 from pagedraft.model.demo import resolve_model
 from pagedraft.model.transformer import Transformer
 
-logger = logging.getLogger(__name__)
 DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -115,20 +113,16 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def default_temperature(folder: Path | None) -> float:
-    """What ``generation_config.json`` says, else 1.0; says which settings are not applied."""
+def default_sampling(folder: Path | None) -> dict[str, float]:
+    """What a request leaves unset: ``generation_config.json``, else what changes nothing."""
+    defaults = dict(MODEL_DEFAULTS)
     path = None if folder is None else folder / "generation_config.json"
     if path is None or not path.exists():
-        return 1.0
+        return defaults
     settings = json.loads(path.read_text())
-    ignored = [name for name in ("top_k", "top_p", "min_p") if settings.get(name) is not None]
-    if ignored:
-        logger.warning("%s: %s are not applied", path, ", ".join(ignored))
-    temperature = settings.get("temperature")
-    if temperature is None:
-        return 1.0
+    found = {name: settings[name] for name in defaults if settings.get(name) is not None}
     try:
-        SamplingParams(temperature=temperature)
+        SamplingParams(**found)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}") from error
-    return float(temperature)
+    return defaults | found

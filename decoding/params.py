@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from pagedraft.decoding.logit_rules import LogitRules
 
 MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 1e6  # all tokens are alike long before that; 1 / T must stay a normal fp32
+# name: (lowest, highest, whether the lowest itself is allowed)
+RANGES: Mapping[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, MAX_TEMPERATURE, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, 1e6, False),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+}
+MAX_BIAS = 100.0
+# What a model's generation_config.json may set, and the value that changes nothing.
+MODEL_DEFAULTS: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and where it ends.
 
+    temperature, top_k, top_p, min_p, repetition_penalty: None takes what the model's
+    ``generation_config.json`` says, then the value that changes nothing.
+
     max_tokens: most tokens to generate, >= 1.
-    temperature: 0 is greedy, at most 1e6; None takes the model's ``generation_config.json``, then
-        1.0.
+    min_tokens: no stop token is drawn before the output holds as many, 0 to max_tokens.
+    temperature: 0 is greedy, at most 1e6.
+    top_k: only the k most likely tokens; 0 and -1 are off.
+    top_p: only the most likely tokens that together hold this much, above 0, at most 1.
+    min_p: only tokens at least this likely relative to the likeliest, 0 to 1.
+    repetition_penalty: above 1 makes tokens of prompt and output less likely, above 0.
+    presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and for
+        each time they occur there, -2 to 2.
+    logit_bias: token id to what is added to its logit, -100 to 100.
     seed: fixes the noise, 0 <= seed < 2**64; None derives one from the LLM's seed and the order of
         submission.
     stop_token_ids: ids that end the request besides the model's EOS; the id itself is kept.
@@ -26,7 +57,15 @@ class SamplingParams:
     """
 
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = field(default=())
     ignore_eos: bool = False
@@ -38,8 +77,14 @@ class SamplingParams:
             raise TypeError(f"stop_token_ids: expected token ids, got {self.stop_token_ids!r}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         check_int("max_tokens", self.max_tokens, 1)
-        if self.temperature is not None:
-            _check_temperature(self.temperature)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.top_k is not None:
+            check_int("top_k", self.top_k, -1)
+        for name in RANGES:
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name))
+        if self.logit_bias is not None:
+            _check_bias(self.logit_bias)
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**64 - 1)
         for token_id in self.stop_token_ids:
@@ -57,11 +102,51 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
         raise ValueError(f"{name}: expected an integer {span}, got {value}")
 
 
-def _check_temperature(value: object) -> None:
+def _check_range(name: str, value: object) -> None:
+    low, high, is_inclusive = RANGES[name]
+    span = f"from {low:g}" if is_inclusive else f"above {low:g}"
+    _check_number(name, value)
+    assert isinstance(value, (int, float))
+    is_inside = (low <= value if is_inclusive else low < value) and value <= high
+    if not is_inside:  # also of NaN
+        raise ValueError(f"{name}: expected {span} to {high:.0f}, got {value}")
+
+
+def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"temperature: expected a number >= 0, got {value!r}")
-    if not 0 <= value <= MAX_TEMPERATURE:  # also false for NaN
-        raise ValueError(f"temperature: expected from 0 to {MAX_TEMPERATURE:.0f}, got {value}")
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+
+
+def _check_bias(bias: object) -> None:
+    if not isinstance(bias, Mapping):
+        raise TypeError(f"logit_bias: expected token ids to numbers, got {bias!r}")
+    for token_id, value in bias.items():
+        check_int("logit_bias", token_id, 0)
+        _check_number(f"logit_bias[{token_id}]", value)
+        if not abs(value) <= MAX_BIAS:
+            raise ValueError(f"logit_bias[{token_id}]: expected from -100 to 100, got {value}")
+
+
+def logit_rules(
+    params: SamplingParams, defaults: Mapping[str, float], stop_ids: Collection[int]
+) -> LogitRules:
+    """The rules of a request; ``defaults`` fill what it leaves unset (``MODEL_DEFAULTS``)."""
+
+    def number(name: str) -> Any:
+        value = getattr(params, name)
+        return defaults[name] if value is None else value
+
+    return LogitRules(
+        top_k=max(0, int(number("top_k"))),
+        top_p=float(number("top_p")),
+        min_p=float(number("min_p")),
+        repetition_penalty=float(number("repetition_penalty")),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        bias=tuple(sorted((params.logit_bias or {}).items())),
+        min_tokens=params.min_tokens,
+        stop_ids=tuple(sorted(stop_ids)),
+    )
 
 
 def derive_seed(base_seed: int, index: int) -> int:

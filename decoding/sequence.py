@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagedraft.decoding.logit_rules import NEUTRAL, LogitRules, TokenCounts
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -11,7 +13,7 @@ class Sequence:
 
     token_ids: the committed context: prompt, then output. Only ``append`` changes it.
     num_prompt: how many of them are the prompt.
-    temperature, seed: how its tokens are drawn; fixed for its life.
+    temperature, seed, rules: how its tokens are drawn; fixed for its life.
     block_ids: the pool blocks it owns, in order; shared by the target's and the draft's pools.
     num_written: tokens whose target KV is in the pool and committed. Rolling back a rejected draft
         is setting this count: nothing is copied.
@@ -22,9 +24,11 @@ class Sequence:
     num_prompt: int
     temperature: float
     seed: int
+    rules: LogitRules = NEUTRAL
     block_ids: list[int] = field(default_factory=list)
     num_written: int = 0
     num_draft_written: int = 0
+    _counts: TokenCounts = field(default_factory=TokenCounts, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -40,6 +44,11 @@ class Sequence:
     def output_ids(self) -> list[int]:
         """The generated tokens."""
         return self.token_ids[self.num_prompt :]
+
+    def counts(self) -> TokenCounts:
+        """The tokens of the committed context, counted; for penalties."""
+        self._counts.catch_up(self.token_ids, self.num_prompt)
+        return self._counts
 
     def append(self, tokens: list[int]) -> None:
         """Commit ``tokens``; KV that was written for rejected drafts is rolled back.

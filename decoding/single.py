@@ -13,7 +13,7 @@ from typing import TypeVar
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter, check_vocabularies
 from pagedraft.decoding.draw import draw
 from pagedraft.decoding.load import encode, load_model, load_tokenizer
-from pagedraft.decoding.params import SamplingParams
+from pagedraft.decoding.params import MODEL_DEFAULTS, SamplingParams, logit_rules
 from pagedraft.decoding.sequence import Sequence
 from pagedraft.decoding.verify import verify_rows
 from pagedraft.model.batch import Span, StepBatch, build_step_batch
@@ -109,12 +109,14 @@ def _start(
             f"max_length: expected at most {model.config.max_positions} positions, got {max_length}"
         )
     params = params or SamplingParams(temperature=0.0)
+    stop_ids = _stop_ids(model, params)
     cache = _cache(model, max_length)
     sequence = Sequence(
         token_ids=token_ids,
         num_prompt=len(token_ids),
         temperature=1.0 if params.temperature is None else params.temperature,
         seed=params.seed or 0,
+        rules=logit_rules(params, MODEL_DEFAULTS, stop_ids),
         block_ids=list(range(1, cache.num_blocks)),
     )
     return sequence, cache

@@ -24,7 +24,7 @@ def verify_rows(
     logits_QV: ``len(drafts[r]) + 1`` rows for each sequence, one sequence after another: the logits
         after its last committed token, then after each draft.
     The last token of a row is -1 where the target's logits hold NaN at a position that plain
-    decoding would reach.
+    decoding would reach. Logits of sequences with rules that change them are changed in place.
     """
     lengths = [len(row) + 1 for row in drafts]
     row_sequences = [s for s, n in zip(sequences, lengths, strict=True) for _ in range(n)]
@@ -33,7 +33,8 @@ def verify_rows(
     ]
     if len(positions) != logits_QV.shape[0]:
         raise ValueError(f"logits_QV: expected {len(positions)} rows, got {logits_QV.shape[0]}")
-    drawn_Q = draw(logits_QV, row_sequences, positions)
+    prefixes = [row[:i] for row in drafts for i in range(len(row) + 1)]
+    drawn_Q = draw(logits_QV, row_sequences, positions, prefixes)
     if len(positions) == len(sequences):  # no drafts: nothing to compare
         return [[token] for token in drawn_Q.tolist()]
     device = logits_QV.device

@@ -236,11 +236,12 @@ class Engine:
     ) -> int:
         """Verify, keep what the output contract keeps, end what is done; return tokens kept."""
         proposed = [drafts[request] for request in sampled]
+        raw = _raw_logits(logits_QV, sampled, proposed)
         verified = verify_rows(logits_QV, [r.sequence for r in sampled], proposed)
         now = time.perf_counter()
         first_row = num_kept = 0
         for request, row_drafts, tokens in zip(sampled, proposed, verified, strict=True):
-            rows_QV = logits_QV[first_row : first_row + len(tokens)]
+            rows_QV = raw.get(request, logits_QV[first_row : first_row + len(tokens)])
             first_row += len(row_drafts) + 1
             if request.finished:  # a callback of this very step aborted it
                 continue
@@ -342,3 +343,16 @@ class Engine:
         used = sum(request.num_written for request in self.running)
         owned = sum(len(request.block_ids) for request in self.running) * self.pool.block_size
         self.stats.record(seconds, num_fed, num_committed, used, owned)
+
+
+def _raw_logits(
+    logits_QV: torch.Tensor, sampled: list[Request], drafts: list[list[int]]
+) -> dict[Request, torch.Tensor]:
+    """Copies of the rows whose log-probabilities are wanted after their logits were changed."""
+    copies, first_row = {}, 0
+    for request, row_drafts in zip(sampled, drafts, strict=True):
+        end_row = first_row + len(row_drafts) + 1
+        if request.params.logprobs is not None and request.sequence.rules.changes_logits:
+            copies[request] = logits_QV[first_row:end_row].clone()
+        first_row = end_row
+    return copies

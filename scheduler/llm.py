@@ -15,13 +15,13 @@ from pagedraft.decoding.drafters.base import Drafter
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter, check_vocabularies
 from pagedraft.decoding.drafters.lookup import NgramDrafter
 from pagedraft.decoding.load import (
-    default_temperature,
+    default_sampling,
     encode,
     load_model,
     load_tokenizer,
     resolve_kv_dtype,
 )
-from pagedraft.decoding.params import SamplingParams, check_int, derive_seed
+from pagedraft.decoding.params import SamplingParams, check_int, derive_seed, logit_rules
 from pagedraft.decoding.sequence import Sequence
 from pagedraft.kernels.paged_attention import BLOCK_SIZES
 from pagedraft.model.kv_cache import KVCache
@@ -114,7 +114,7 @@ class LLM:
             chunk_tokens=chunk_tokens,
         )
         self._num_submitted = 0
-        self._default_temperature = default_temperature(self.target.folder)
+        self._defaults = default_sampling(self.target.folder)
 
     def generate(
         self,
@@ -190,9 +190,11 @@ class LLM:
         index = self._num_submitted
         temperature = params.temperature
         if temperature is None:
-            temperature = self._default_temperature
+            temperature = self._defaults["temperature"]
         token_ids = encode(prompt, self.tokenizer)
+        self._check_bias(params)
         eos_ids = () if params.ignore_eos else self.target.config.eos_token_ids
+        stop_ids = frozenset((*eos_ids, *params.stop_token_ids))
         request = Request(
             request_id=f"request-{index}",
             sequence=Sequence(
@@ -200,15 +202,24 @@ class LLM:
                 num_prompt=len(token_ids),
                 temperature=temperature,
                 seed=derive_seed(self.seed, index) if params.seed is None else params.seed,
+                rules=logit_rules(params, self._defaults, stop_ids),
             ),
             params=dataclasses.replace(params, temperature=temperature),
-            stop_ids=frozenset((*eos_ids, *params.stop_token_ids)),
+            stop_ids=stop_ids,
             max_context=self.target.config.max_positions,
             **options,
         )
         self.engine.add(request)
         self._num_submitted += 1
         return request
+
+    def _check_bias(self, params: SamplingParams) -> None:
+        vocab_size = self.target.config.vocab_size
+        unknown = [token for token in params.logit_bias or () if token >= vocab_size]
+        if unknown:
+            raise ValueError(
+                f"logit_bias: expected token ids from 0 to {vocab_size - 1}, got {unknown[0]}"
+            )
 
     def completion(self, request: Request) -> Completion:
         """The completion of a request that has ended."""

@@ -50,7 +50,8 @@ class DraftModelDrafter:
         active = self._catch_up(sequences, active)
         while active:
             spans = [self._next_span(sequences[row], drafts[row]) for row in active]
-            tokens = self._step([sequences[row] for row in active], spans)
+            rows = [sequences[row] for row in active]
+            tokens = self._step(rows, spans, [drafts[row] for row in active])
             for row, token in zip(active, tokens, strict=True):
                 if token >= 0:
                     drafts[row].append(token)
@@ -91,10 +92,12 @@ class DraftModelDrafter:
         token = drafted[-1] if drafted else sequence.token_ids[-1]
         return Span([token], start, sequence.block_ids, num_logits=1)
 
-    def _step(self, sequences: Seq[Sequence], spans: list[Span]) -> list[int]:
+    def _step(
+        self, sequences: Seq[Sequence], spans: list[Span], drafted: list[list[int]]
+    ) -> list[int]:
         logits_QV = self.model.forward(self._batch(spans), self.cache)[:, : self.num_shared_tokens]
         positions = [span.start + 1 for span in spans]
-        tokens_Q = draw(logits_QV, sequences, positions)
+        tokens_Q = draw(logits_QV, sequences, positions, drafted)
         for sequence in sequences:
             sequence.num_draft_written += 1
         return tokens_Q.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,10 +25,19 @@ def random_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> li
     return prompts
 
 
+MIXED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.0, "repetition_penalty": 0.8, "frequency_penalty": -0.2, "min_tokens": 4},
+    {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "presence_penalty": -0.7, "logit_bias": {7: 2}},
+    {"temperature": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
+)
+
+
 def mixed_params(count: int, max_tokens: int) -> list[SamplingParams]:
-    """Greedy and seeded sampled rows in turn."""
+    """Greedy and seeded sampled rows in turn, plain ones and such with every rule."""
     return [
-        SamplingParams(max_tokens=max_tokens, temperature=0.8 * (i % 2), seed=1000 + i)
+        SamplingParams(max_tokens=max_tokens, seed=1000 + i, **MIXED[i % len(MIXED)])
         for i in range(count)
     ]
 

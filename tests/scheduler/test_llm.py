@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -74,6 +75,17 @@ BAD_PARAMS = {
     "stop ids as a number": (TypeError, {"stop_token_ids": 5}, "stop_token_ids: .*got 5"),
     "no stop ids": (TypeError, {"stop_token_ids": None}, "stop_token_ids: .*got None"),
     "nan temperature": (ValueError, {"temperature": float("nan")}, "temperature: .*got nan"),
+    "top_k": (ValueError, {"top_k": -2}, "top_k: expected an integer >= -1, got -2"),
+    "top_p of 0": (ValueError, {"top_p": 0}, "top_p: expected above 0 to 1, got 0"),
+    "top_p above 1": (ValueError, {"top_p": 1.1}, "top_p: expected above 0 to 1, got 1.1"),
+    "min_p": (ValueError, {"min_p": -0.1}, "min_p: expected from 0 to 1, got -0.1"),
+    "repetition": (ValueError, {"repetition_penalty": 0}, "repetition_penalty: expected above 0"),
+    "presence": (ValueError, {"presence_penalty": 3}, "presence_penalty: expected from -2 to 2"),
+    "frequency": (TypeError, {"frequency_penalty": "1"}, "frequency_penalty: expected a number"),
+    "bias as a list": (TypeError, {"logit_bias": [5]}, "logit_bias: expected token ids to numb"),
+    "bias of text": (TypeError, {"logit_bias": {"5": 1}}, "logit_bias: expected an integer"),
+    "huge bias": (ValueError, {"logit_bias": {5: 101}}, r"logit_bias\[5\]: expected from -100 to"),
+    "min_tokens": (ValueError, {"min_tokens": 17}, "min_tokens: expected an integer from 0 to 16"),
     "text temperature": (TypeError, {"temperature": "hot"}, "temperature: expected a number"),
     "negative seed": (ValueError, {"seed": -1}, "seed: .*got -1"),
     "wide seed": (ValueError, {"seed": 2**64}, "seed: expected an integer from 0 to"),
@@ -87,6 +99,31 @@ def test_bad_params_are_named(name):
     error, fields, message = BAD_PARAMS[name]
     with pytest.raises(error, match=message):
         SamplingParams(**fields)
+
+
+def test_a_bias_of_an_unknown_token_is_named(llm):
+    with pytest.raises(ValueError, match="logit_bias: .* from 0 to 96, got 97"):
+        llm.generate([5], SamplingParams(logit_bias={97: 1}))
+
+
+def test_logprobs_are_those_of_the_model_whatever_a_request_does_to_its_logits(llm):
+    plain = SamplingParams(max_tokens=1, temperature=0, logprobs=3)
+    biased = SamplingParams(max_tokens=1, temperature=0, logprobs=3, logit_bias={41: 100})
+    [first, second] = llm.generate([[5, 6, 7], [5, 6, 7]], [plain, biased])
+    assert second.token_ids == [41] != first.token_ids
+    likely = {k: v for k, v in second.logprobs[0].items() if k != 41 or k in first.logprobs[0]}
+    assert likely == first.logprobs[0]
+    assert second.logprobs[0][41] <= min(first.logprobs[0].values())
+
+
+def test_min_tokens_and_banned_stop_tokens(llm):
+    free = llm.generate([5, 6, 7], GREEDY)[0].token_ids
+    stop = SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(free[0],))
+    assert llm.generate([5, 6, 7], stop)[0].token_ids == free[:1]
+    longer = dataclasses.replace(stop, min_tokens=3)
+    tokens = llm.generate([5, 6, 7], longer)[0].token_ids
+    assert len(tokens) >= 3
+    assert free[0] not in tokens[:3]
 
 
 BAD_OPTIONS = {
