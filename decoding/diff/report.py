@@ -31,7 +31,9 @@ class Finding:
     layer: -1 before the first layer, the number of layers behind the last.
     ops: the op that parts them, where running it by its reference on both sides makes the stage
         agree; else all ops of the stage.
-    error, tolerance: as compare.py defines them; the error is infinite beside a NaN.
+    error, tolerance: as compare.py defines them; the largest error of the step's rows, infinite
+        beside a NaN.
+    max_abs: largest absolute difference.
     ulps, max_ulps: at the largest error, and of any element; None beside a NaN.
     nan: sides with a NaN or an infinity where the other has none: "", "A", "B" or "AB".
     """
