@@ -16,13 +16,14 @@ from pagedraft.decoding.drafters.base import Drafter
 from pagedraft.decoding.drafters.guard import free_safely, propose_safely
 from pagedraft.decoding.params import check_int
 from pagedraft.decoding.verify import verify_rows
-from pagedraft.kernels.logprobs import logprobs
 from pagedraft.model.batch import Span, build_step_batch
 from pagedraft.model.block_pool import BlockPool
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
+from pagedraft.scheduler.admission import check_request
+from pagedraft.scheduler.logprobs import add_logprobs, raw_logits
 from pagedraft.scheduler.metrics import EngineStats
-from pagedraft.scheduler.plan import fits_pool, plan_step
+from pagedraft.scheduler.plan import plan_step
 from pagedraft.scheduler.request import FinishReason, Request
 
 
@@ -69,13 +70,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise ValueError naming what makes it impossible."""
-        self._check(request)
-        if request.finished:
-            raise ValueError(
-                f"request {request.request_id!r}: it has ended: {request.finish_reason}"
-            )
-        if isinstance(request.priority, bool) or not isinstance(request.priority, int):
-            raise TypeError(f"priority: expected an integer, got {request.priority!r}")
+        check_request(request, self.target.config.vocab_size, self.pool)
         live_ids = {other.request_id for other in (*self.running, *self.waiting)}
         if request.request_id in live_ids:
             raise ValueError(f"request_id: {request.request_id!r} is in use by a live request")
@@ -141,29 +136,6 @@ class Engine:
         """Raise unless every pool block is free or owned by exactly one live request."""
         live = [*self.running, *self.waiting]
         self.pool.check_integrity({request.request_id: request.block_ids for request in live})
-
-    def _check(self, request: Request) -> None:
-        sequence = request.sequence
-        vocab_size = self.target.config.vocab_size
-        if not sequence.token_ids:
-            raise ValueError("prompt: expected at least one token, got none")
-        for index, token in enumerate(sequence.token_ids):
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"prompt[{index}]: expected a token id from 0 to {vocab_size - 1}, got {token}"
-                )
-        if sequence.num_tokens >= request.max_context:
-            raise ValueError(
-                f"prompt: {sequence.num_tokens} tokens leave no room to generate in a context of "
-                f"{request.max_context}"
-            )
-        total = min(sequence.num_tokens + request.params.max_tokens, request.max_context)
-        if not fits_pool(total, self.pool):
-            raise ValueError(
-                f"prompt: {sequence.num_tokens} tokens and up to {total - sequence.num_tokens} new "
-                f"ones need {self.pool.blocks_for(total)} KV blocks of {self.pool.block_size} "
-                f"tokens; the pool has {self.pool.num_usable}"
-            )
 
     def _wanted_drafts(self, request: Request) -> int:
         """Drafts to plan for: none inside a prompt, none that could not be kept."""
@@ -236,7 +208,7 @@ class Engine:
     ) -> int:
         """Verify, keep what the output contract keeps, end what is done; return tokens kept."""
         proposed = [drafts[request] for request in sampled]
-        raw = _raw_logits(logits_QV, sampled, proposed)
+        raw = raw_logits(logits_QV, sampled, proposed)
         verified = verify_rows(logits_QV, [r.sequence for r in sampled], proposed)
         now = time.perf_counter()
         first_row = num_kept = 0
@@ -252,7 +224,7 @@ class Engine:
             request.stats.record_drafts(len(row_drafts), len(tokens) - 1)
             kept, reason, error = self._keep(request, tokens)
             if kept and request.params.logprobs is not None:
-                self._add_logprobs(request, rows_QV[: len(kept)], kept)
+                add_logprobs(request, rows_QV[: len(kept)], kept)
             if kept:
                 request.sequence.append(kept)
                 request.stats.emissions.append((now, len(kept)))
@@ -306,17 +278,6 @@ class Engine:
             return kept, "error", f"logits: no finite maximum at position {position} (NaN?)"
         return kept, None, None
 
-    def _add_logprobs(self, request: Request, logits_QV: torch.Tensor, kept: list[int]) -> None:
-        """Report the chosen and the most likely tokens of each kept position."""
-        top_n = request.params.logprobs or 0
-        result = logprobs(logits_QV, torch.tensor(kept, device=logits_QV.device), top_n)
-        for index, token in enumerate(kept):
-            ids = result.top_ids_Qn[index].tolist()
-            values = result.top_logprobs_Qn[index].tolist()
-            entry = dict(zip(ids, values, strict=True))
-            entry[token] = float(result.chosen_Q[index])
-            request.logprobs.append(entry)
-
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request.finish_reason = reason
         request.error = error
@@ -343,16 +304,3 @@ class Engine:
         used = sum(request.num_written for request in self.running)
         owned = sum(len(request.block_ids) for request in self.running) * self.pool.block_size
         self.stats.record(seconds, num_fed, num_committed, used, owned)
-
-
-def _raw_logits(
-    logits_QV: torch.Tensor, sampled: list[Request], drafts: list[list[int]]
-) -> dict[Request, torch.Tensor]:
-    """Copies of the rows whose log-probabilities are wanted after their logits were changed."""
-    copies, first_row = {}, 0
-    for request, row_drafts in zip(sampled, drafts, strict=True):
-        end_row = first_row + len(row_drafts) + 1
-        if request.params.logprobs is not None and request.sequence.rules.changes_logits:
-            copies[request] = logits_QV[first_row:end_row].clone()
-        first_row = end_row
-    return copies

@@ -25,6 +25,7 @@ def random_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> li
     return prompts
 
 
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 MIXED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8},
