@@ -1,8 +1,7 @@
 """CPU formats of a linear layer's weight: pack once, then y = x Wt with row-invariant bits.
 
 Activations are fp32 and products accumulate in fp32. Each format has its own kernels for different
-row counts, and some of them add in another order, so a self-test looks for the smallest multiple of
-rows at which a row's bits depend on nothing but that row; the caller pads to it.
+row counts: ``linear_cpu_rows`` finds the multiple of rows that keeps a row's bits and pads to it.
 
 Formats, measured on 2 AVX2 cores with weights of 576x576 to 3072x576:
 
@@ -18,21 +17,17 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from pagedraft.kernels import linear_cpu_rows as rows
+
 logger = logging.getLogger(__name__)
 
-ROW_MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 14, 16, 24)
 ROW_TILES = (16, 4, 1)
-SPREAD = (1, 2, 3, 5, 11, 22, 40)
-MAX_TEST_ROWS = 168
-MAX_ROWS = 672  # of a call, a common multiple of ROW_MULTIPLES; more rows are cut
-MAX_TEST_WEIGHTS = 2**20
-THIN = 32
 
 
 class Format(NamedTuple):
@@ -99,7 +94,7 @@ def _plain_unpack(handle: Any) -> torch.Tensor:
 FORMATS = {
     "fbgemm_fp16": Format(_fbgemm_pack, _fbgemm_run, _fbgemm_unpack, 126, True),
     "onednn_fp32": Format(_onednn_pack, _onednn_run, _onednn_unpack, 12, False),
-    "plain_fp32": Format(_plain_pack, _plain_run, _plain_unpack, MAX_TEST_ROWS, False),
+    "plain_fp32": Format(_plain_pack, _plain_run, _plain_unpack, rows.MAX_TEST_ROWS, False),
 }
 
 
@@ -148,18 +143,12 @@ def pack(
 
 def run(x_TI: torch.Tensor, weight: CpuWeight, residual_TO: torch.Tensor | None) -> torch.Tensor:
     """Return y = x Wt (+ bias) (+ residual), [T, O] fp32; pads x where the format asks for it."""
-    num_rows = x_TI.shape[0]
-    if num_rows > MAX_ROWS:
-        y_TO = torch.cat([run(part_TI, weight, None) for part_TI in x_TI.split(MAX_ROWS)])
-        return y_TO if residual_TO is None else y_TO.add_(residual_TO)
-    if num_rows % weight.row_multiple == 0 and weight.scale == 1.0 and not weight.row_tile:
+    is_plain = weight.scale == 1.0 and not weight.row_tile
+    if is_plain and rows.runs_whole(x_TI.shape[0], weight.row_multiple):
         y_TO = FORMATS[weight.format].run(x_TI, weight.handle)  # the usual case, 120 times a step
         return y_TO if residual_TO is None else y_TO.add_(residual_TO)
-    if num_rows % weight.row_multiple:
-        x_TI = F.pad(x_TI, (0, 0, 0, -num_rows % weight.row_multiple))
-    y_TO = _run_tiles(x_TI, weight) if weight.row_tile else _run(x_TI, weight)
-    if y_TO.shape[0] != num_rows:
-        y_TO = y_TO[:num_rows]
+    call = partial(_run_tiles if weight.row_tile else _run, weight=weight)
+    y_TO = rows.run_in_multiples(call, x_TI, weight.row_multiple)
     if weight.scale == 1.0:
         return y_TO if residual_TO is None else y_TO.add_(residual_TO)
     if residual_TO is None:
@@ -225,55 +214,24 @@ def find_row_multiple(
 ) -> tuple[int, str]:
     """Return (smallest row multiple that keeps bits, ""), or (0, why there is none).
 
-    Runs the format on random weights of this shape (at most ``MAX_TEST_WEIGHTS`` of them) in a
-    spread of row counts up to ``MAX_ROWS``, and on a thin slice in every row count up to the
-    format's ``num_dense``. ``num_threads`` is part of the key because libraries split work by it.
+    Runs the format on random weights of this shape. ``num_threads`` is part of the key because
+    libraries split work by it.
     """
     weight_OI, bias_O, x_TI = _test_operands(num_out, num_in, has_bias)
-    thin_OI = weight_OI[:THIN].contiguous()
-    thin_O = None if bias_O is None else bias_O[:THIN].contiguous()
+    thin_OI = weight_OI[: rows.THIN].contiguous()
+    thin_O = None if bias_O is None else bias_O[: rows.THIN].contiguous()
     form = FORMATS[name]
     try:
         thin, full = form.pack(thin_OI, thin_O), form.pack(weight_OI, bias_O)
         if not torch.equal(form.unpack(thin), thin_OI):
             return 0, "packing changes weights"
-        for multiple in ROW_MULTIPLES:
-            dense = range(multiple, form.num_dense + 1, multiple)
-            spread = [n * multiple for n in SPREAD if n * multiple <= MAX_TEST_ROWS]
-            if (
-                _rows_agree(form, thin, x_TI, multiple, dense)
-                and _rows_agree(form, full, x_TI, multiple, spread)
-                and _long_runs_agree(form, full, x_TI, multiple)
-            ):
-                return multiple, ""
+        calls = (partial(form.run, handle=handle) for handle in (full, thin))
+        multiple = rows.find_multiple(*calls, x_TI, form.num_dense)
     except (RuntimeError, AttributeError) as error:
         return 0, str(error).splitlines()[0]
-    return 0, f"a row's bits depend on the row count (tried multiples {ROW_MULTIPLES})"
-
-
-def _rows_agree(
-    form: Format, handle: Any, x_TI: torch.Tensor, multiple: int, counts: Sequence[int]
-) -> bool:
-    """Say whether rows have the bits of one big run, in any of ``counts`` rows, at any position."""
-    x_TI = x_TI[: MAX_TEST_ROWS // multiple * multiple]
-    wanted_TO = form.run(x_TI, handle)
-    for count in counts:
-        first = (7 * count) % (x_TI.shape[0] - count + 1)
-        rows = slice(first, first + count)
-        if not torch.equal(form.run(x_TI[rows], handle), wanted_TO[rows]):
-            return False
-    return True
-
-
-def _long_runs_agree(form: Format, handle: Any, x_TI: torch.Tensor, multiple: int) -> bool:
-    """Say whether rows keep their bits in the longest run, and in one of half its length."""
-    x_TI = x_TI[: MAX_TEST_ROWS // multiple * multiple]
-    wanted_TO = form.run(x_TI, handle)
-    long_TI, long_TO = (t.repeat(-(-MAX_ROWS // len(t)), 1) for t in (x_TI, wanted_TO))
-    return all(
-        torch.equal(form.run(long_TI[:count], handle), long_TO[:count])
-        for count in (MAX_ROWS // 2, MAX_ROWS)
-    )
+    if multiple == 0:
+        return 0, f"a row's bits depend on the row count (tried multiples {rows.ROW_MULTIPLES})"
+    return multiple, ""
 
 
 def _tile_is_uniform(num_rows: int, num_out: int, num_in: int, has_bias: bool) -> bool:
@@ -292,9 +250,9 @@ def _test_operands(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Return random fp32 (weight, bias, x); weights are fp16 values, its extremes among them."""
     generator = torch.Generator().manual_seed(0)
-    num_out = min(num_out, max(THIN, MAX_TEST_WEIGHTS // max(num_in, 1)))
+    num_out = rows.num_test_outputs(num_out, num_in)
     weight_OI = torch.rand(num_out, num_in, generator=generator).sub_(0.5).half().float()
     extremes = torch.tensor([2.0**-24, -(2.0**-14), 65504.0])[:num_in]
     weight_OI[:1, : len(extremes)] = extremes
-    x_TI = torch.rand(MAX_TEST_ROWS, num_in, generator=generator).sub_(0.5)
+    x_TI = torch.rand(rows.MAX_TEST_ROWS, num_in, generator=generator).sub_(0.5)
     return weight_OI, torch.rand(num_out, generator=generator) if has_bias else None, x_TI

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedraft.kernels import linear_cpu
+from pagedraft.kernels import linear_cpu, linear_cpu_rows
 from pagedraft.kernels.linear import dense_weight, linear, linear_ref, pack_linear
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
 from pagedraft.tests.inputs import num_threads, randn
@@ -56,16 +56,16 @@ def test_cpu_row_bits_do_not_depend_on_the_row_count(
 def test_row_invariance_check_has_teeth() -> None:
     """A format that adds in another order for an odd row count needs an even number of rows."""
 
-    def run(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    weight_OI, x_TI = randn(8, 64), randn(linear_cpu_rows.MAX_TEST_ROWS, 64)
+
+    def run(x_TI: torch.Tensor) -> torch.Tensor:
         halves = x_TI.split(x_TI.shape[1] // 2, 1), weight_OI.split(x_TI.shape[1] // 2, 1)
         in_two_TO = sum(x.double() @ w.double().T for x, w in zip(*halves, strict=True))
         odd = x_TI.shape[0] % 2 * 1e-6
         return (in_two_TO + odd).float()
 
-    form = linear_cpu.FORMATS["plain_fp32"]._replace(run=run)
-    weight_OI, x_TI = randn(8, 64), randn(linear_cpu.MAX_TEST_ROWS, 64)
-    assert not linear_cpu._rows_agree(form, weight_OI, x_TI, 1, range(1, 9))
-    assert linear_cpu._rows_agree(form, weight_OI, x_TI, 2, range(2, 9, 2))
+    assert not linear_cpu_rows.rows_agree(run, x_TI, 1, range(1, 9))
+    assert linear_cpu_rows.rows_agree(run, x_TI, 2, range(2, 9, 2))
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-20, 2.0**12, 2.0**-60])
@@ -146,7 +146,7 @@ def test_long_runs_are_cut_at_what_the_self_test_saw(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No library is called with more than MAX_ROWS rows, and the bits are those of few."""
-    monkeypatch.setattr(linear_cpu, "MAX_ROWS", 24)
+    monkeypatch.setattr(linear_cpu_rows, "MAX_ROWS", 24)
     packed = pack_linear(randn(40, 64, dtype=FP16), randn(40))
     form, seen = linear_cpu.FORMATS[packed.format], []
     spy = form._replace(run=lambda x, handle: seen.append(len(x)) or form.run(x, handle))
@@ -159,7 +159,9 @@ def test_long_runs_are_cut_at_what_the_self_test_saw(
     assert_same_bits(out_TO[-1:], last_TO)
 
 
-@pytest.mark.parametrize("num_rows", [linear_cpu.MAX_ROWS - 1, 3 * linear_cpu.MAX_ROWS + 5])
+@pytest.mark.parametrize(
+    "num_rows", [linear_cpu_rows.MAX_ROWS - 1, 3 * linear_cpu_rows.MAX_ROWS + 5]
+)
 def test_cpu_row_bits_do_not_depend_on_long_runs(num_rows: int, cpu_weight: Any) -> None:
     x_TI = randn(num_rows, linear_cpu.unpack(cpu_weight).shape[1], seed=3)
     out_TO = linear_cpu.run(x_TI, cpu_weight, None)
