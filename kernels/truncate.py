@@ -60,7 +60,7 @@ LOG2_E = 1.4426950216293335  # the nearest fp32 number
 MAX_HALVINGS = 31.0  # 2^30 * 2^-31 is 0
 SHARE_BITS = 24
 
-_TILE = 4096
+_TILE = 2048
 _INF_KEY = 0x7F800000  # bits of +inf
 _INF_KEY_JIT = tl.constexpr(_INF_KEY)
 _MIN_TEMPERATURE_JIT = tl.constexpr(MIN_TEMPERATURE)

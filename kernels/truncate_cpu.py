@@ -2,8 +2,9 @@
 
 It starts from the largest logit of every chunk (sample_cpu.py), that is the nearest distance in it.
 The k-th smallest of these bounds the k-th smallest distance of the row, since k chunks have a token
-at least as near: chunks beyond it are not read. Chunks beyond 21 have no mass. Top-p adds masses in
-bins of 1/16 and sorts the one bin in which the wanted mass is reached.
+at least as near: chunks beyond it are not read. Chunks beyond 21.5 have no mass. Top-p adds
+the masses of all others, adds them in bins of 1/16 and sorts the one bin in which the wanted
+mass is reached.
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ import torch
 
 from pagedraft.kernels.philox import NOISE_CHUNK
 from pagedraft.kernels.sample_batch import SampleBatch
-from pagedraft.kernels.truncate import LOG2_E, MAX_HALVINGS, mass_ref, mass_wanted, min_p_cut
+from pagedraft.kernels.truncate import (
+    LOG2_E,
+    MASS_POLYNOMIAL,
+    MAX_HALVINGS,
+    SHARE_BITS,
+    min_p_cut,
+)
 
 _INF = np.float32(np.inf)
 # From here on a token's mass is 0.
 _MASS_RANGE = np.float32(MAX_HALVINGS / LOG2_E)
+# Top-p looks up to here first: in most rows the wanted mass is near the top.
+_NEAR = np.float32(4.0)
 _BINS_PER_UNIT = np.float32(16.0)  # a power of two: products keep their order
 
 
@@ -32,16 +41,11 @@ class _Row:
     top: np.float32
     nearest_C: np.ndarray
 
-    def within(self, limit: np.float32) -> np.ndarray:
-        """Distances of at most ``limit``, in id order."""
+    def distances(self, limit: np.float32) -> np.ndarray:
+        """Distances of at most ``limit`` in id order, and others between them."""
         chunk_n = (self.nearest_C <= limit).nonzero()[0]
         if len(chunk_n) == len(self.nearest_C):
-            distance_n = self.top - self.logits_V * self.inverse
-        else:
-            distance_n = self._chunks(chunk_n)
-        return distance_n[distance_n <= limit]
-
-    def _chunks(self, chunk_n: np.ndarray) -> np.ndarray:
+            return self.top - self.logits_V * self.inverse
         num_whole = len(self.logits_V) // NOISE_CHUNK
         whole_n = chunk_n[chunk_n < num_whole]
         chunks_CL = self.logits_V[: num_whole * NOISE_CHUNK].reshape(num_whole, NOISE_CHUNK)
@@ -91,7 +95,8 @@ def _top_k_cut(row: _Row, top_k: int, cut: np.float32) -> np.float32:
     bound = cut
     if top_k <= len(row.nearest_C):
         bound = min(cut, np.partition(row.nearest_C, top_k - 1)[top_k - 1])
-    distance_n = row.within(bound)
+    distance_n = row.distances(bound)
+    distance_n = distance_n[distance_n <= bound]
     if len(distance_n) < top_k:
         return cut
     return min(cut, np.partition(distance_n, top_k - 1)[top_k - 1])
@@ -99,15 +104,37 @@ def _top_k_cut(row: _Row, top_k: int, cut: np.float32) -> np.float32:
 
 def _top_p_cut(row: _Row, top_p: float, cut: np.float32) -> np.float32:
     """The smallest distance within which the wanted share of the mass within ``cut`` lies."""
-    distance_n = row.within(min(cut, _MASS_RANGE))
-    mass_n = mass_ref(torch.from_numpy(distance_n)).numpy()
-    wanted = int(mass_wanted(torch.tensor(mass_n.sum()), torch.tensor(top_p, dtype=torch.float32)))
-    bin_n = (distance_n * _BINS_PER_UNIT).astype(np.int32)
+    distance_n = row.distances(min(cut, _MASS_RANGE))
+    mass_n = _mass(distance_n)
+    if cut < _MASS_RANGE:
+        mass_n[distance_n > cut] = 0
+    share = int(max(top_p, 0.0) * 2.0**SHARE_BITS)
+    wanted = max(1, -(-share * int(mass_n.sum(dtype=np.int64)) >> SHARE_BITS))
+    near_n = (distance_n <= _NEAR).nonzero()[0]
+    if mass_n[near_n].sum(dtype=np.int64) >= wanted:
+        distance_n, mass_n = distance_n[near_n], mass_n[near_n]
+    bin_n = (np.minimum(distance_n, _MASS_RANGE) * _BINS_PER_UNIT).astype(np.int32)
     # Sums of integers below 2^53 are exact in fp64.
     reached_b = np.bincount(bin_n, weights=mass_n).cumsum()
     last = int(reached_b.searchsorted(wanted))
-    missing = wanted - int(reached_b[last - 1]) if last else wanted
-    inside_n = bin_n == last
-    order_n = distance_n[inside_n].argsort()
-    place = mass_n[inside_n][order_n].cumsum().searchsorted(missing)
-    return distance_n[inside_n][order_n[place]]
+    missing = wanted - (int(reached_b[last - 1]) if last else 0)
+    inside_n = (bin_n == last).nonzero()[0]
+    inside_n = inside_n[distance_n[inside_n].argsort()]
+    place = mass_n[inside_n].cumsum(dtype=np.int64).searchsorted(missing)
+    return distance_n[inside_n[place]]
+
+
+def _mass(distance_n: np.ndarray) -> np.ndarray:
+    """``mass_ref`` as int32, with few temporaries."""
+    rest_n = distance_n * np.float32(LOG2_E)
+    np.minimum(rest_n, np.float32(MAX_HALVINGS), out=rest_n)
+    whole_n = np.floor(rest_n)
+    rest_n -= whole_n
+    total_n = rest_n * np.float32(MASS_POLYNOMIAL[-1])
+    for coefficient in MASS_POLYNOMIAL[-2:0:-1]:
+        total_n += np.float32(coefficient)
+        total_n *= rest_n
+    total_n += np.float32(MASS_POLYNOMIAL[0])
+    mass_n = total_n.astype(np.int32)
+    mass_n >>= whole_n.astype(np.int32)
+    return mass_n
