@@ -11,13 +11,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from pagedraft.decoding.diff.report import STAGE_OPS, USED_OPS, Finding, Report
 from pagedraft.decoding.diff.run import Work, check_side, find_divergence
-from pagedraft.decoding.diff.side import Side
-from pagedraft.decoding.load import encode, load_model, load_tokenizer, resolve_device
+from pagedraft.decoding.diff.side import Side, swapped
+from pagedraft.decoding.load import (
+    encode,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
+from pagedraft.kernels.dispatch import implementation
 from pagedraft.model.config import ModelConfig
 from pagedraft.model.demo import resolve_model
 
@@ -81,7 +89,8 @@ def run_diff(args: argparse.Namespace) -> int:
     a, b = sides(args)
     for label, side in (("A", a), ("B", b)):
         check_side(label, side)
-    folder = resolve_model(a.model)
+        _check_interpreted(label, side)
+    folder = resolve_model(str(a.model))
     config = ModelConfig.from_folder(folder)
     tokenizer: Any = load_tokenizer(SimpleNamespace(folder=folder))  # type: ignore[arg-type]
     work = Work(
@@ -100,6 +109,19 @@ def run_diff(args: argparse.Namespace) -> int:
         document = {"a": _described(a), "b": _described(b), **report.to_json()}
         Path(args.json).write_text(json.dumps(document, indent=2) + "\n")
     return 1 if report.parts else 0
+
+
+def _check_interpreted(label: str, side: Side) -> None:
+    """Raise ValueError where Triton's interpreter would compute in bf16, which it gets wrong."""
+    device = resolve_device(side.options.get("device", "auto"))
+    with swapped(side.swaps):
+        runs_triton = any(implementation(op, device, has_cpu=True) == "triton" for op in USED_OPS)
+    dtype = resolve_dtype(side.options.get("dtype", "auto"))
+    if device.type == "cpu" and runs_triton and dtype == torch.bfloat16:
+        raise ValueError(
+            f"{label}: dtype: expected fp16 or fp32 under Triton's interpreter, which computes "
+            "bf16 wrongly, got bf16"
+        )
 
 
 def sides(args: argparse.Namespace) -> tuple[Side, Side]:

@@ -102,12 +102,13 @@ def load_side(side: Side) -> Transformer:
         raise ValueError("Transformer.forward has no `observe`: it cannot show its stages")
     choice = side.swaps.get("linear")
     packs_anew = {"linear": choice} if choice in ("cpu", "triton") else {}
-    with _swapped(packs_anew):
+    with swapped(packs_anew):
         return load_model(side.model, **side.options)
 
 
 @contextmanager
-def _swapped(swaps: Mapping[str, str]) -> Iterator[None]:
+def swapped(swaps: Mapping[str, str]) -> Iterator[None]:
+    """Run ops with the implementations that ``swaps`` names inside the ``with`` block."""
     with ExitStack() as stack:
         for op, choice in swaps.items():
             stack.enter_context(use_implementation(choice, op))  # type: ignore[arg-type]
@@ -162,7 +163,7 @@ class Runner:
         )
         recorder = _Recorder(cache, batch, self.model.config.num_layers, feed)
         self.model.exact = self.side.exact
-        with _swapped({**self.side.swaps, **dict.fromkeys(feed.references, "ref")}):
+        with swapped({**self.side.swaps, **dict.fromkeys(feed.references, "ref")}):
             logits_QV = self.model.forward(batch, cache, observe=recorder)
             token = self._draw(logits_QV, feed) if feed.num_logits else None
         return Result(recorder.stages, token)

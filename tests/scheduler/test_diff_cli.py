@@ -11,6 +11,7 @@ import pytest
 from pagedraft.decoding.diff.report import USED_OPS
 from pagedraft.decoding.diff.side import Side
 from pagedraft.kernels import gated_mlp
+from pagedraft.kernels.dispatch import INTERPRETED
 from pagedraft.scheduler.cli import main
 from pagedraft.scheduler.diff import add_diff_command, sides
 from pagedraft.tests.model.tiny import save_tiny
@@ -147,6 +148,13 @@ def test_bad_input_is_one_line_and_status_2(folder, capsys, name):
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="an interpreter's limit")
+def test_bf16_is_refused_under_the_interpreter(folder, capsys):
+    assert run(folder, "--swap", "gated_mlp=triton") == 2
+    assert "B: dtype: expected fp16 or fp32 under Triton's interpreter" in capsys.readouterr().err
+    assert run(folder, "--swap", "gated_mlp=triton", "--dtype", "fp32") == 0
 
 
 BAD_PROMPTS = {
