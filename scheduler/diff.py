@@ -134,12 +134,12 @@ def sides(args: argparse.Namespace) -> tuple[Side, Side]:
     for key, rev in zip(keys, args.rev or (None, args.rev_b), strict=True):
         key["rev"] = rev
     keys[1]["exact"] = not args.fast
-    swaps = [], [*args.swap]  # type: tuple[list[str], list[str]]
-    for label, texts, key, swapped in zip("ab", (args.a, args.b), keys, swaps, strict=True):
+    swaps: tuple[list[str], list[str]] = [], [*args.swap]
+    for label, texts, key, own_swaps in zip("ab", (args.a, args.b), keys, swaps, strict=True):
         for text in texts:
             name, value = _key_value(label, text)
             if name == "swap":
-                swapped.append(value)
+                own_swaps.append(value)
             else:
                 key[name] = value
     base = {"model": args.model, "device": args.device}
@@ -254,7 +254,7 @@ def _place(finding: Finding | None) -> str:
     if finding.nan:
         return f"{place}: NaN or infinity in {' and '.join(finding.nan)} only"
     return (
-        f"{place}, {finding.ulps} ULP, error {finding.error:.1e} of tolerance "
+        f"{place}, {_count(finding.ulps or 0)} ULP, error {finding.error:.1e} of tolerance "
         f"{finding.tolerance:.1e}"
     )
 
@@ -283,7 +283,11 @@ def _table(report: Report) -> Table:
         table.add_column(name, justify="left" if name == "stage" else "right")
     for stage in (name for name in STAGE_OPS if name in report.worst):
         f = report.worst[stage]
-        ulps = ["-" if count is None else str(count) for count in (f.ulps, f.max_ulps)]
+        ulps = ["-" if count is None else _count(count) for count in (f.ulps, f.max_ulps)]
         numbers = [f"{f.max_abs:.1e}", f"{f.error:.1e}", f"{f.tolerance:.1e}"]
         table.add_row(stage, str(f.token), str(f.layer), *ulps, *numbers)
     return table
+
+
+def _count(number: int) -> str:
+    return str(number) if number < 10**6 else f"{number:.1e}"

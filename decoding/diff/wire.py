@@ -63,7 +63,9 @@ def main() -> int:
         for answer in serve(iter(sys.stdin.readline, "")):
             print(json.dumps(answer), file=answers, flush=True)
     except Exception as error:  # whatever another revision's code raises belongs to the caller
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        is_plain = isinstance(error, (ValueError, FileNotFoundError))
+        words = str(error) if is_plain else f"{type(error).__name__}: {error}"
+        print(json.dumps({"error": words}), file=answers, flush=True)
         return 1
     return 0
 
