@@ -62,6 +62,17 @@ def gated_mlp_cpu(gate_up_TF2: torch.Tensor, activation: Activation = "silu") ->
 
 
 @triton.jit
+def gated(gate, up, IS_GELU: tl.constexpr):
+    """Return activation(gate) * up of fp32 tensors."""
+    if IS_GELU:
+        # 2 * sqrt(2 / pi)
+        slope = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+    else:
+        slope = gate
+    return gate / (1.0 + tl.exp(-slope)) * up
+
+
+@triton.jit
 def _gated_mlp_kernel(
     gate_up_ptr, y_ptr, stride_gt, num_columns, IS_GELU: tl.constexpr, BLOCK_F: tl.constexpr
 ):
@@ -71,12 +82,7 @@ def _gated_mlp_kernel(
     gate_ptrs = gate_up_ptr + row * stride_gt + offs_f
     gate_F = tl.load(gate_ptrs, mask=mask_f, other=0.0).to(tl.float32)  # [BLOCK_F] fp32
     up_F = tl.load(gate_ptrs + num_columns, mask=mask_f, other=0.0).to(tl.float32)
-    if IS_GELU:
-        # 2 * sqrt(2 / pi)
-        slope_F = 1.5957691216057308 * gate_F * (1.0 + 0.044715 * gate_F * gate_F)
-    else:
-        slope_F = gate_F
-    y_F = gate_F / (1.0 + tl.exp(-slope_F)) * up_F
+    y_F = gated(gate_F, up_F, IS_GELU)
     y_ptrs = y_ptr + row * num_columns + offs_f
     tl.store(y_ptrs, y_F.to(y_ptr.dtype.element_ty), mask=mask_f)
 

@@ -20,7 +20,8 @@ import torch
 from pagedraft.kernels import linear_cpu, linear_cpu_quant, linear_quant, linear_triton
 from pagedraft.kernels.check import check_dtype, check_same_device, check_shape
 from pagedraft.kernels.cost import Cost
-from pagedraft.kernels.dispatch import implementation
+from pagedraft.kernels.dispatch import Implementation, implementation
+from pagedraft.kernels.normed import Normed, Rows, finish_norm
 from pagedraft.kernels.weight_quant import QuantWeight, dequantize_weight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -140,7 +141,7 @@ def _matmul(
 
 
 def linear(
-    x_TI: torch.Tensor,
+    x: Rows,
     packed: PackedLinear,
     *,
     residual_TO: torch.Tensor | None = None,
@@ -149,15 +150,48 @@ def linear(
 ) -> torch.Tensor:
     """Return y [T, O] = x Wt (+ bias) (+ residual) in ``out_dtype``, by default x's.
 
+    A Normed x stands for its rows with their factor; a kernel multiplies products by it.
     ``exact=False`` on a GPU may give a row other bits in another batch. Raises ValueError for wrong
     shapes or devices, TypeError for wrong dtypes.
     """
+    x_TI = x.rows_TE if isinstance(x, Normed) else x
     if x_TI.ndim != 2 or x_TI.shape[1] != packed.num_in:
         check_shape("x_TI", x_TI, (None, packed.num_in))
     if residual_TO is not None:
         check_shape("residual_TO", residual_TO, (x_TI.shape[0], packed.num_out))
         check_dtype("residual_TO", residual_TO, x_TI.dtype)
     choice = implementation("linear", x_TI.device, has_cpu=True)
+    if _is_one_launch(choice, x_TI, packed, exact):
+        check_dtype("x_TI", x_TI, packed.dtype)
+        check_same_device(x_TI=x_TI, weight_OI=packed.weight, residual_TO=residual_TO)
+        out_dtype = out_dtype or x_TI.dtype
+        return linear_triton.launch(x, packed.weight, packed.bias_O, residual_TO, out_dtype)
+    if isinstance(x, Normed):
+        x_TI = finish_norm(x)
+    return _separate(choice, x_TI, packed, residual_TO, out_dtype)
+
+
+def _is_one_launch(
+    choice: Implementation, x_TI: torch.Tensor, packed: PackedLinear, exact: bool
+) -> bool:
+    is_dense = choice == "triton" and isinstance(packed.weight, torch.Tensor)
+    return is_dense and (exact or not x_TI.is_cuda)
+
+
+def runs_in_one_launch(x_TI: torch.Tensor, packed: PackedLinear, exact: bool) -> bool:
+    """Whether the exact Triton kernels for weights of the activations' dtype run."""
+    choice = implementation("linear", x_TI.device, has_cpu=True)
+    return _is_one_launch(choice, x_TI, packed, exact)
+
+
+def _separate(
+    choice: Implementation,
+    x_TI: torch.Tensor,
+    packed: PackedLinear,
+    residual_TO: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """``linear`` by anything but ``linear_triton``."""
     if choice == "cpu" and isinstance(packed.weight, CPU_WEIGHTS):
         if x_TI.dtype != torch.float32:
             check_dtype("x_TI", x_TI, torch.float32)
@@ -177,9 +211,7 @@ def linear(
         check_dtype("x_TI", x_TI, *FLOATS)
         return linear_ref(x_TI, weight_OI, bias_O, residual_TO, out_dtype)
     check_dtype("x_TI", x_TI, weight_OI.dtype)
-    if x_TI.is_cuda and not exact:
-        return _matmul(x_TI, weight_OI, bias_O, residual_TO).to(out_dtype)
-    return linear_triton.launch(x_TI, weight_OI, bias_O, residual_TO, out_dtype)
+    return _matmul(x_TI, weight_OI, bias_O, residual_TO).to(out_dtype)
 
 
 def linear_cost(

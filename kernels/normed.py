@@ -28,8 +28,24 @@ class Normed:
     eps: float
 
 
+Rows = torch.Tensor | Normed
+
+
+def row_sums(x_TP: torch.Tensor) -> torch.Tensor:
+    """Return the sums over the last axis [T] by halving: neighbours, then neighbouring sums.
+
+    The kernels' order, which depends on nothing but P; a library's may depend on T.
+    """
+    num_columns = x_TP.shape[1]
+    missing = (1 << (num_columns - 1).bit_length()) - num_columns
+    x_TP = torch.nn.functional.pad(x_TP, (0, missing))
+    while x_TP.shape[1] > 1:
+        x_TP = x_TP[:, 0::2] + x_TP[:, 1::2]
+    return x_TP[:, 0]
+
+
 def finish_norm(normed: Normed) -> torch.Tensor:
     """Return the normed rows [T, E] in the dtype of ``rows_TE``: the oracle."""
-    mean_T1 = normed.squares_TP.sum(-1, keepdim=True) / normed.rows_TE.shape[1]
-    scale_T1 = torch.rsqrt(mean_T1 + normed.eps)
+    mean_T = row_sums(normed.squares_TP) / normed.rows_TE.shape[1]
+    scale_T1 = torch.rsqrt(mean_T + normed.eps)[:, None]
     return (normed.rows_TE.float() * scale_T1).to(normed.rows_TE.dtype)
