@@ -248,27 +248,5 @@ def test_config_covers_the_vocabulary_without_empty_splits(num_rows: int, vocab_
     assert config.num_splits <= 256
 
 
-ERRORS = {
-    "logits_dtype": ({"logits": torch.zeros(2, 4).double()}, TypeError, "logits_QV: expected dty"),
-    "logits_shape": ({"logits": torch.zeros(4)}, ValueError, "logits_QV: expected shape"),
-    "no_columns": ({"logits": torch.zeros(2, 0)}, ValueError, "logits_QV: expected at least"),
-    "column_stride": ({"logits": torch.zeros(4, 2).T}, ValueError, "logits_QV: expected at least"),
-    "temperature": ({"temperature_Q": torch.zeros(2).half()}, TypeError, "temperature_Q: expected"),
-    "seed_rows": ({"seed_Q": torch.zeros(3).long()}, ValueError, "seed_Q: expected shape"),
-    "position": ({"position_Q": torch.zeros(2).int()}, TypeError, "position_Q: expected dtype"),
-    "index": ({"sample_index_Q": torch.zeros(2).int()}, TypeError, "sample_index_Q: expected"),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_name_the_argument(name: str) -> None:
-    changes, error, message = ERRORS[name]
-    zeros = torch.zeros(2, dtype=torch.int64)
-    arguments = {"temperature_Q": torch.zeros(2), "seed_Q": zeros, "position_Q": zeros, **changes}
-    logits_QV = arguments.pop("logits", torch.zeros(2, 4))
-    with pytest.raises(error, match=message):
-        sample(logits_QV, SampleBatch(**arguments))
-
-
 def test_cost_reads_the_logits_once() -> None:
     assert sample_cost(2, 100, 4).bytes == 2 * (400 + 28)
