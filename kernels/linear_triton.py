@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from pagedraft.kernels.check import check_shape
 from pagedraft.kernels.linear_config import LinearConfig, linear_config
-from pagedraft.kernels.normed import Normed
+from pagedraft.kernels.normed import SQUARE_COLUMNS, Normed
 
 
 @triton.jit
@@ -227,6 +228,8 @@ def rows_of(x: torch.Tensor | Normed) -> tuple[torch.Tensor, torch.Tensor | None
     rows_TI, squares_TP, eps = x, None, 0.0
     if isinstance(x, Normed):
         rows_TI, squares_TP, eps = x.rows_TE, x.squares_TP.contiguous(), x.eps
+        num_parts = triton.cdiv(rows_TI.shape[1], SQUARE_COLUMNS)
+        check_shape("squares_TP", squares_TP, (rows_TI.shape[0], num_parts))
     if rows_TI.stride(1) != 1 or rows_TI.stride(0) % 16:
         rows_TI = rows_TI.contiguous()
     return rows_TI, squares_TP, eps

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from pagedraft.kernels.dispatch import use_implementation, use_reference
 from pagedraft.kernels.linear import (
+    PackedLinear,
     dense_weight,
     linear,
     linear_cost,
@@ -17,8 +18,10 @@ from pagedraft.kernels.linear import (
     pack_linear,
 )
 from pagedraft.kernels.linear_config import linear_config
+from pagedraft.kernels.normed import SQUARE_COLUMNS
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
 from pagedraft.tests.inputs import Guarded, randn
+from pagedraft.tests.kernels.linear_inputs import MOST_ROWS, ROW_COUNTS, use_uniform_dot
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -49,9 +52,14 @@ def operands(case: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
     return x_TI, weight_OI, bias_O, residual_TO
 
 
-def exact_linear(*tensors: torch.Tensor | None) -> torch.Tensor:
+def exact_linear(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
     """y in fp64."""
-    x_TI, weight_OI, bias_O, residual_TO = (None if t is None else t.double() for t in tensors)
+    x_TI, weight_OI = x_TI.double(), weight_OI.double()
     y_TO = x_TI @ weight_OI.T
     y_TO = y_TO if bias_O is None else y_TO + bias_O
     return y_TO if residual_TO is None else y_TO + residual_TO
@@ -88,24 +96,46 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def _uniform_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in fp64, rounded to fp32: the interpreter's BLAS adds in another order for another
-    tile, which an MMA does not. Sums across steps stay in fp32."""
+    use_uniform_dot(monkeypatch)
 
-    def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
-    monkeypatch.setattr(np, "matmul", matmul)
+@cache
+def many_rows(
+    dtype: torch.dtype, device: torch.device
+) -> tuple[PackedLinear, torch.Tensor, torch.Tensor]:
+    """Return (weight, x, y) of the most rows, for tests with ``_uniform_dot``."""
+    packed = pack_linear(randn(40, 256, dtype=dtype, device=device, seed=1))
+    x_TI = randn(MOST_ROWS, 256, dtype=dtype, device=device, seed=2)
+    return packed, x_TI, linear(x_TI, packed)
 
 
 @pytest.mark.usefixtures("_uniform_dot")
-@pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 33, 65, 70])
+@pytest.mark.parametrize("num_rows", ROW_COUNTS)
 def test_kernel_row_bits_do_not_depend_on_the_row_count(
     num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    packed = pack_linear(randn(40, 136, dtype=dtype, device=device, seed=1))
-    x_TI = randn(72, 136, dtype=dtype, device=device, seed=2)
-    out_TO = linear(x_TI[-num_rows:], packed)
-    assert_same_bits(out_TO, linear(x_TI, packed)[-num_rows:])
+    packed, x_TI, out_TO = many_rows(dtype, device)
+    assert_same_bits(linear(x_TI[-num_rows:], packed), out_TO[-num_rows:])
+
+
+@pytest.mark.usefixtures("_uniform_dot")
+@pytest.mark.parametrize("num_in", [128, 136, 192])
+@pytest.mark.parametrize("num_rows", [1, 17, 33])
+def test_kernel_row_bits_with_masked_steps_and_single_ones(
+    num_rows: int, num_in: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    packed = pack_linear(randn(40, num_in, dtype=dtype, device=device, seed=1))
+    x_TI = randn(70, num_in, dtype=dtype, device=device, seed=2)
+    out_TO = linear(x_TI[-num_rows:], packed, out_dtype=FP32)
+    assert_same_bits(out_TO, linear(x_TI, packed, out_dtype=FP32)[-num_rows:])
+
+
+def test_out_dtype_is_what_accumulates(device: torch.device) -> None:
+    x_TI, weight_OI, bias_O, _ = operands(CASES["bf16"], device)
+    out_TO = linear(x_TI, pack_linear(weight_OI, bias_O), out_dtype=FP32)
+    same_dtype = linear_ref(x_TI, weight_OI, bias_O, out_dtype=FP32)
+    exact = exact_linear(x_TI, weight_OI, bias_O)
+    assert_no_worse(out_TO, exact=exact, same_dtype=same_dtype)
 
 
 def test_kernel_writes_only_its_output_and_takes_strided_rows(
@@ -130,23 +160,38 @@ def test_kernel_writes_only_its_output_and_takes_strided_rows(
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 64, 65, 4096])
 @pytest.mark.parametrize("num_out", [1, 8192, 8193])
-@pytest.mark.parametrize("num_in", [577, 4096])
+@pytest.mark.parametrize("num_in", [577, 576, 4096])
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_config_keeps_one_step_and_one_mma_class(
     num_rows: int, num_out: int, num_in: int, element_size: int
 ) -> None:
     config = linear_config(num_rows, num_in, num_out, element_size)
-    assert config.block_i == linear_config(1, num_in, 1, element_size).block_i
-    assert config.block_t < 64 or config.num_warps % 4 != 0
-    tile = (config.block_t + config.block_o) * config.block_i * element_size
-    assert tile * (config.num_stages - 1) <= 64 * 1024
+    tile, alone = config.tile, linear_config(1, num_in, 1, element_size)
+    assert tile.block_i == alone.tile.block_i
+    num_steps = config.num_trips * tile.unroll
+    assert num_steps == alone.num_trips * alone.tile.unroll == -(-num_in // tile.block_i)
+    assert tile.block_t < 64 or config.num_warps % 4 != 0
+    assert tile.group_t > 1 or num_rows <= tile.block_t
+    assert tile.block_o % SQUARE_COLUMNS == 0
+    stage = (tile.block_t + tile.block_o) * tile.block_i * tile.unroll * element_size
+    assert stage * (config.num_stages - 1) <= 64 * 1024
+
+
+@pytest.mark.parametrize("num_out", [4096, 28672])
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_config_keeps_enough_weight_bytes_under_way(num_rows: int, num_out: int) -> None:
+    config = linear_config(num_rows, 4096, num_out, 2)
+    tile = config.tile
+    stage = tile.block_o * tile.block_i * tile.unroll * 2
+    assert stage * (config.num_stages - 1) >= 32 * 1024
+    assert tile.num_tiles_o >= 128
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 65, 500])
+@pytest.mark.parametrize("num_rows", ROW_COUNTS)
 def test_cuda_row_bits_at_model_sizes(num_rows: int, dtype: torch.dtype) -> None:
     packed = pack_linear(randn(4096, 4096, dtype=dtype, device=torch.device("cuda")))
-    x_TI = randn(600, 4096, dtype=dtype, device=torch.device("cuda"))
+    x_TI = randn(MOST_ROWS, 4096, dtype=dtype, device=torch.device("cuda"))
     assert_same_bits(linear(x_TI[:num_rows], packed), linear(x_TI, packed)[:num_rows])
 
 
