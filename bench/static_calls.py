@@ -173,18 +173,38 @@ def _num_logit_rows(step: StepShape) -> int:
 
 
 def _sample(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
-    def run() -> None:
-        from pagedraft.kernels.sample import SampleBatch, sample
+    rows = _num_logit_rows(step)
 
-        rows = _num_logit_rows(step)
-        batch = SampleBatch(
-            torch.empty(rows, dtype=torch.float32),
-            torch.empty(rows, dtype=torch.int64),
-            torch.empty(rows, dtype=torch.int64),
-        )
-        sample(torch.empty(rows, model.vocab_size, dtype=dtype), batch)
+    def run(name: str = "sample", dtype: torch.dtype = dtype, **options: Any) -> None:
+        from pagedraft.kernels import sample as op
 
+        floats, longs = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        batch = op.SampleBatch(floats, longs, longs, **options)
+        getattr(op, name)(torch.empty(rows, model.vocab_size, dtype=dtype), batch)
+
+    everything = _everything(rows, model.vocab_size)
+    cuts = {name: everything[name] for name in ("top_k_Q", "top_p_Q", "min_p_Q")}
     yield "", run
+    yield "-cuts", lambda: run(**cuts)
+    yield "-everything", lambda: run(dtype=torch.float32, **everything)
+    yield "-process", lambda: run("process_logits", torch.float32, **everything)
+
+
+def _everything(rows: int, vocab_size: int) -> dict[str, Any]:
+    """Return a SampleBatch's optional fields, all used."""
+    from pagedraft.kernels.sample_batch import BannedIds, DraftPrefix, LogitBias, Penalties
+
+    ints, floats = torch.empty(rows, dtype=torch.int32), torch.empty(rows)
+    longs, starts = torch.empty(rows, dtype=torch.int64), torch.empty(rows + 1, dtype=torch.int32)
+    prefix = DraftPrefix(longs, ints, ints)
+    return {
+        "sample_index_Q": longs,
+        **{"top_k_Q": ints, "top_p_Q": floats, "min_p_Q": floats, "request_Q": ints},
+        "bias": LogitBias(starts, ints, floats),
+        "banned": BannedIds(starts, ints),
+        "penalties": Penalties(floats, floats, floats, starts, ints, ints, prefix),
+        "allowed_QW": torch.empty(rows, -(-vocab_size // 32), dtype=torch.int32),
+    }
 
 
 def _verify(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
@@ -198,8 +218,28 @@ def _verify(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
             torch.empty(step.num_tokens, dtype=torch.int64),
         )
 
+    def judge(rule: str, has_q: bool) -> None:
+        from pagedraft.kernels.verify_block import verify_block
+        from pagedraft.kernels.verify_drafts import Drafts
+        from pagedraft.kernels.verify_rejection import verify_rejection
+
+        num_drafts = step.num_rows * (step.span - 1)
+        row_R = torch.empty(step.num_rows, dtype=torch.int64)
+        drafts = Drafts(
+            torch.empty(num_drafts, dtype=torch.int64),
+            torch.empty(step.num_rows + 1, dtype=torch.int32),
+            row_R,
+            row_R,
+            q_KV=torch.empty(num_drafts, model.vocab_size) if has_q else None,
+        )
+        logits_QV = torch.empty(step.num_tokens, model.vocab_size)
+        {"rejection": verify_rejection, "block": verify_block}[rule](logits_QV, drafts)
+
     if 1 < step.span <= 64:
         yield "", run
+        for rule in ("rejection", "block"):
+            yield f"-{rule}", lambda r=rule: judge(r, has_q=True)
+            yield f"-{rule}-deterministic", lambda r=rule: judge(r, has_q=False)
 
 
 def _logprobs(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:

@@ -35,6 +35,9 @@ import triton.language as tl
 # Third counter word. A draft's proposal, its acceptance and its residual never share a stream.
 SAMPLE = 0
 SAMPLE_CHUNK = 1
+ACCEPT = 2
+RESIDUAL = 3
+DRAFT = 4
 
 NOISE_CHUNK = 256
 MIN_GUMBEL = -math.log(33 * math.log(2) * (1 + 1 / NOISE_CHUNK))
@@ -158,6 +161,18 @@ def gumbel_noise_ref(
     words = philox4x32((token_V, position_Q1, SAMPLE, index_Q1), key)
     own_QV = exponential(words[0]).masked_fill_(slot_QV == token_V % NOISE_CHUNK, 0.0)
     return gumbel(smallest_QV + own_QV)
+
+
+def derived_seed(
+    seed_R: torch.Tensor,
+    position_R: torch.Tensor,
+    purpose: int,
+    sample_index_R: torch.Tensor | int = 0,
+) -> torch.Tensor:
+    """Return the int64 seed of an independent stream: the first words at (0, position, purpose)."""
+    zero_R = torch.zeros_like(seed_R)
+    words = philox4x32((zero_R, position_R, purpose, sample_index_R), (seed_R, seed_R >> 32))
+    return words[0] | words[1] << 32
 
 
 @triton.jit

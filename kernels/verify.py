@@ -10,7 +10,7 @@ r has k + 1 draws, from starts[r] + r on. Both token tensors may be longer than 
 the last row is read. Drafts are >= 0; a draw may be -1 (the row's logits were invalid), which no
 draft matches.
 
-**Returns** (num_accepted_R int32, next_token_R int64).
+**Returns** Verified(num_accepted_R int32, next_token_R int64).
 
 **Units.** starts and num_accepted count tokens.
 
@@ -19,10 +19,12 @@ draft matches.
 **Grid.** (R,): a program owns a row.
 
 **Source.** The draw-and-compare form of speculative sampling with shared noise; the target's own
-draw decides. Rejection: Leviathan et al., arXiv 2211.17192.
+draw decides. The other rules: verify_rejection.py and verify_block.py.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -40,9 +42,16 @@ from pagedraft.kernels.dispatch import implementation
 _BLOCK_K = 16
 
 
+class Verified(NamedTuple):
+    """num_accepted_R int32; next_token_R int64, -1 where the target has no token to give."""
+
+    num_accepted_R: torch.Tensor
+    next_token_R: torch.Tensor
+
+
 def verify_ref(
     draft_tokens_K: torch.Tensor, draft_starts_R1: torch.Tensor, target_tokens_Q: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Verified:
     """Compare row by row, draft by draft: the oracle."""
     starts = draft_starts_R1.tolist()
     drafts, draws = draft_tokens_K.tolist(), target_tokens_Q.tolist()
@@ -54,7 +63,7 @@ def verify_ref(
         num_accepted.append(accepted)
         next_tokens.append(draws[start + row + accepted])
     device = draft_tokens_K.device
-    return (
+    return Verified(
         torch.tensor(num_accepted, dtype=torch.int32, device=device),
         torch.tensor(next_tokens, dtype=torch.int64, device=device),
     )
@@ -62,7 +71,7 @@ def verify_ref(
 
 def verify_cpu(
     draft_tokens_K: torch.Tensor, draft_starts_R1: torch.Tensor, target_tokens_Q: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Verified:
     """Compare all drafts at once; a row accepts up to its first mismatch."""
     num_drafts = int(draft_starts_R1[-1])
     start_R = draft_starts_R1[:-1].long()
@@ -74,7 +83,7 @@ def verify_cpu(
     offset_K = (place_K - start_R[row_K]).masked_fill_(~is_miss_K, num_drafts)
     accepted_R = k_R.scatter_reduce(0, row_K, offset_K, "amin")
     next_token_R = target_tokens_Q[start_R + row_R + accepted_R]
-    return accepted_R.int(), next_token_R
+    return Verified(accepted_R.int(), next_token_R)
 
 
 @triton.jit
@@ -96,8 +105,8 @@ def _verify_kernel(draft_ptr, start_ptr, target_ptr, accepted_ptr, next_ptr, BLO
 
 def verify(
     draft_tokens_K: torch.Tensor, draft_starts_R1: torch.Tensor, target_tokens_Q: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (num_accepted_R int32, next_token_R int64); see the module docstring.
+) -> Verified:
+    """Return accepted counts and next tokens; see the module docstring.
 
     Raises ValueError or TypeError for shapes, dtypes or devices that do not fit; the values of
     draft_starts_R1 are not checked.
@@ -121,7 +130,7 @@ def verify(
             BLOCK_K=_BLOCK_K,
             num_warps=1,
         )
-    return accepted_R, next_token_R
+    return Verified(accepted_R, next_token_R)
 
 
 def _check(
