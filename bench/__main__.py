@@ -1,8 +1,9 @@
-"""``python -m pagedraft.bench [kernels] [attention] [engine]``: what this machine can do.
+"""``python -m pagedraft.bench [kernels] [attention] [engine] [quality]``: what this machine can do.
 
 Kernels first (each gated by a comparison with its reference), then a short sweep of attention
-(modelled only, without a CUDA device), then the engine against transformers on the demo model; a
-few minutes. ``python -m pagedraft.bench.kernels --help`` has the options of one part.
+(modelled only, without a CUDA device), then the engine against transformers on the demo model, then
+what quantised weights cost it in quality; a few minutes. ``python -m pagedraft.bench.kernels
+--help`` has the options of one part.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from pagedraft.bench import engine, kernels
+from pagedraft.bench import engine, kernels, quality
 
 PARTS: dict[str, Callable[[list[str]], int]] = {
     "kernels": kernels.main,
     "attention": lambda _: kernels.main(["--sweep", "attention", "--select", "short"]),
     "engine": engine.main,
+    "quality": quality.main,
 }
 
 

@@ -82,8 +82,12 @@ def load_model(
 
 def load_tokenizer(model: Transformer) -> Any:
     """The tokenizer in the model's folder, or None where there is none."""
-    folder = model.folder
-    if folder is None or not (folder / "tokenizer.json").exists():
+    return None if model.folder is None else read_tokenizer(model.folder)
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer in ``folder``, or None where there is none."""
+    if not (folder / "tokenizer.json").exists():
         return None
     from transformers import AutoTokenizer  # slow to import, and not needed for token ids
 
