@@ -10,8 +10,8 @@ MLP's two halves, activation and product), and another order of fp32 sums moves 
 1e-4: 2e-5 was the most between the CPU path and the references on the demo model. Attention gets 16
 steps: its exponential multiplies what rounding did to a score by the score. Stages that hold the
 residual get one step more a square root of the sums that made it, which round in any direction.
-A format counts where it can part the sides: the activations' dtype always, the pool's in what reads
-it, the weights' where it differs.
+A format counts where it can part the sides: the activations' dtype always, the weights' where the
+sides' differ, the pool's in what reads it, that of quantised weights in what multiplies them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from typing import NamedTuple
 
 import torch
 
+from pagedraft.decoding.diff.report import STAGE_OPS
 from pagedraft.decoding.diff.side import Stage, finished
 
 ROUNDINGS, ATTENTION_ROUNDINGS = 4, 16
 SUM_ORDER = 1e-4
 # Distance of neighbouring numbers, relative to the number; int8: 4 rms of a token over 127 codes.
 STEPS = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7, "fp8": 2.0**-3, "int8": 2.0**-5}
-# Weights of another format part the sides by what the demo model showed (int8 0.35, fp8 0.65,
-# int4 2.2), with some room: this finds a NaN or a layer that was mixed up, not a fine error.
+# Linear weights of another format part the sides by what the demo model showed (int8 0.35, fp8
+# 0.65, int4 2.2), with some room: this finds a NaN or layers mixed up, not a fine error.
 WEIGHT_STEPS = {**STEPS, "int8": 2.0**-3, "fp8": 2.0**-2, "int4": 1.0}
+# The CPU path's products with int8 and int4 round their fp32 inputs (0.0003 and 0.09 there).
+PRODUCT_STEPS = {"int8": 2.0**-12, "int4": 2.0**-4}
 POOL_STAGES = ("write_kv", "attention")
 SUMS_BEFORE = {"o_norm": 1, "down_norm": 2}  # residual sums of a layer when the stage ends
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -129,14 +132,25 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
 def tolerance_of(stage: Stage, a: Mapping[str, str], b: Mapping[str, str]) -> float:
     """The largest error that two right implementations may show in ``stage``.
 
-    a, b: the sides' ``formats``.
+    a, b: the ``formats`` of the sides' runners.
     """
     steps = [STEPS[a["activations"]], STEPS[b["activations"]]]
-    if a["weights"] != b["weights"]:
-        steps += [WEIGHT_STEPS[a["weights"]], WEIGHT_STEPS[b["weights"]]]
+    if a["dtype"] != b["dtype"]:
+        steps += [STEPS[a["dtype"]], STEPS[b["dtype"]]]
+    if "linear" in STAGE_OPS[stage.name]:
+        steps += _product_steps(a, b)
     if stage.name in POOL_STAGES:
         steps += [STEPS[a["kv"]], STEPS[b["kv"]]]
     rounding = max(steps[:2])
     num_sums = 2 * stage.layer + SUMS_BEFORE[stage.name] if stage.name in SUMS_BEFORE else 0
     roundings = ATTENTION_ROUNDINGS if stage.name == "attention" else ROUNDINGS
     return roundings * max(steps) + SUM_ORDER + rounding * math.sqrt(num_sums)
+
+
+def _product_steps(a: Mapping[str, str], b: Mapping[str, str]) -> list[float]:
+    """Steps of the formats of linear weights."""
+    sides = (a, b)
+    if a["weights"] != b["weights"]:
+        return [WEIGHT_STEPS[side["weights"]] for side in sides]
+    on_cpu_path = [side for side in sides if side["activations"] == "fp32"]
+    return [PRODUCT_STEPS.get(side["weights"], 0.0) for side in on_cpu_path]

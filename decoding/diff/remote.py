@@ -56,6 +56,7 @@ class RemoteRunner:
         self.shape: list[int] = ready["shape"]
         foreign = [file for file in ready["files"] if not Path(file).is_relative_to(tree.resolve())]
         if foreign:
+            self.close()
             raise RuntimeError(f"revision {side.rev}: {foreign[0]} was loaded from outside of it")
 
     def step(self, feed: Feed) -> Result:

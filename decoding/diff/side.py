@@ -141,11 +141,16 @@ class Runner:
 
     @property
     def formats(self) -> dict[str, str]:
-        """How weights, activations and the pool store numbers: names as in compare.STEPS."""
+        """How numbers are stored, by names of compare.py.
+
+        dtype: of the weights; weights: of the linear ones, which may be quantised; activations; kv:
+        of the pool.
+        """
         asked, packed = self.side.options.get("weights"), self.model.layers[0].qkv.format
         found = next((form for form in QUANTISED if form in f"{asked} {packed}"), None)
         activations = _name(self.model.activation_dtype)
         return {
+            "dtype": _name(self.model.dtype),
             "weights": found or _name(self.model.dtype),
             "activations": activations,
             "kv": activations if self.side.kv_dtype == "auto" else self.side.kv_dtype,

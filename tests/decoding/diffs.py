@@ -19,7 +19,7 @@ ALL_REFERENCES = Side(swaps=dict.fromkeys(USED_OPS, "ref"))
 def save_model(folder: Path) -> Path:
     """Save a random model of NUM_LAYERS layers, whose weights are no bf16 numbers."""
     layers = {"num_hidden_layers": NUM_LAYERS, "layer_types": ["full_attention"] * NUM_LAYERS}
-    save_tiny(folder, "qwen3", **layers)
+    save_tiny(folder, "qwen3", intermediate_size=96, **layers)
     return folder
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pagedraft.decoding.diff.compare import (
+    PRODUCT_STEPS,
     STEPS,
     WEIGHT_STEPS,
     compare,
@@ -79,15 +80,25 @@ def test_distances_count_numbers_of_the_narrower_dtype():
     assert difference.ulps == 2
 
 
-def formats(weights="fp32", activations="fp32", kv="fp32") -> dict[str, str]:
-    return {"weights": weights, "activations": activations, "kv": kv}
+def formats(dtype="fp32", weights="", activations="fp32", kv="fp32") -> dict[str, str]:
+    return {"dtype": dtype, "weights": weights or dtype, "activations": activations, "kv": kv}
 
 
+QUANTISED = formats(weights="int8")
 # stage, formats of A, of B -> steps of which format, beside the order of sums.
 TOLERANCES = {
-    "equal weights do not count": ("qkv", formats("int4"), formats("int4"), 4 * STEPS["fp32"]),
+    "equal weights do not count": ("qkv", formats("bf16"), formats("bf16"), 4 * STEPS["fp32"]),
     "other weights do": ("qkv", formats("bf16"), formats("fp32"), 4 * STEPS["bf16"]),
-    "quantised ones most": ("qkv", formats("int8"), formats("bf16"), 4 * WEIGHT_STEPS["int8"]),
+    "also norms": ("input_norm", formats("bf16"), formats("fp32"), 4 * STEPS["bf16"]),
+    "quantised ones most": ("qkv", QUANTISED, formats(), 4 * WEIGHT_STEPS["int8"]),
+    "but only in products": ("input_norm", QUANTISED, formats(), 4 * STEPS["fp32"]),
+    "products with quantised ones": ("qkv", QUANTISED, QUANTISED, 4 * PRODUCT_STEPS["int8"]),
+    "of what is exact elsewhere": (
+        "qkv",
+        formats(weights="int8", activations="bf16"),
+        formats(weights="int8", activations="bf16"),
+        4 * STEPS["bf16"],
+    ),
     "the coarser activations": (
         "qkv",
         formats(activations="fp16"),

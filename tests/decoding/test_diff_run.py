@@ -68,6 +68,16 @@ def test_right_sides_part_within_tolerance(folder, b):
 
 
 @pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+def test_products_with_quantised_weights_part_within_tolerance(folder, weights):
+    options = {**CPU, "weights": weights}
+    sides = Side(folder, options), Side(folder, options, {"linear": "ref"})
+    report = find_divergence(*sides, Work(PROMPT, max_tokens=2))
+    assert report.first_error is None
+    assert set(report.worst) <= {"qkv", "o_norm", "gate_up", "down_norm", "head"}
+
+
+@pytest.mark.usefixtures("cpu_path")
 def test_other_weights_part_at_once(folder):
     bit = diff(folder, Side(options={"dtype": "bf16"})).first_bit
     assert (bit.token, bit.position, bit.layer, bit.stage) == (0, 0, -1, "embed")
