@@ -19,10 +19,10 @@ def edit_logits_cpu(logits_QV: torch.Tensor, batch: SampleBatch) -> None:
     request_Q = np.arange(rows_QV.shape[0])
     if batch.request_Q is not None:
         request_Q = batch.request_Q.numpy()
-    if batch.allowed_QW is not None:
-        _apply_allowed(rows_QV, batch.allowed_QW.numpy())
     if batch.bias is not None:
         _add_bias(rows_QV, batch.bias, request_Q)
+    if batch.allowed_QW is not None:
+        _apply_allowed(rows_QV, batch.allowed_QW.numpy())
     if batch.banned is not None:
         _ban(rows_QV, batch.banned)
     if batch.penalties is not None:

@@ -21,7 +21,8 @@ INVALID_TOKEN = -1
 class LogitBias:
     """What each request adds to some logits; -inf bans a token.
 
-    starts_R1: int32 [R + 1]. ids_n: int32, unique within a request. values_n: fp32.
+    starts_R1: int32 [R + 1]. values_n: fp32.
+    ids_n: int32, ascending and each once within a request.
     """
 
     starts_R1: torch.Tensor

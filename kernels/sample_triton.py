@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from pagedraft.kernels.logit_edits import edit_logits_triton
+from pagedraft.kernels.logit_edits_triton import edit_logits_triton
 from pagedraft.kernels.philox import NOISE_CHUNK, gumbel_noise_jit
 from pagedraft.kernels.sample_batch import INVALID_TOKEN, SampleBatch
-from pagedraft.kernels.truncate import MIN_TEMPERATURE, inverse_temperature_jit, truncate_triton
+from pagedraft.kernels.truncate import MIN_TEMPERATURE
+from pagedraft.kernels.truncate_triton import inverse_temperature_jit, truncate_triton
 
 _MAX_SPLITS = 256
 _WRITE_TILE = 4096

@@ -110,8 +110,10 @@ def sample_batch(
         return torch.tensor(values, dtype=dtype)
 
     has_penalties = any((r.repetition, r.presence, r.frequency) != (1.0, 0.0, 0.0) for r in rows)
-    bias_starts, bias_ids = _csr([list(r.bias) for r in requests])
-    bias_values = torch.tensor([v for r in requests for v in r.bias.values()], dtype=torch.float32)
+    bias_starts, bias_ids = _csr([sorted(r.bias) for r in requests])
+    bias_values = torch.tensor(
+        [v for r in requests for _, v in sorted(r.bias.items())], dtype=torch.float32
+    )
     has_allowed = any(row.allowed is not None for row in rows)
     batch = SampleBatch(
         temperature_Q=vector("temperature", torch.float32),
@@ -147,12 +149,12 @@ def plain_edited(logits_V: torch.Tensor, row: Row) -> torch.Tensor:
     """One row's edited logits, token by token in fp32."""
     logits = logits_V.clone()
     num_tokens = len(logits)
-    if row.allowed is not None:
-        for token in set(range(num_tokens)) - set(row.allowed):
-            logits[token] = -INF
     for token, value in row.bias.items():
         if 0 <= token < num_tokens:
             logits[token] += value
+    if row.allowed is not None:
+        for token in set(range(num_tokens)) - set(row.allowed):
+            logits[token] = -INF
     for token in row.banned:
         if 0 <= token < num_tokens:
             logits[token] = -INF

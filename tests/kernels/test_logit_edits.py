@@ -10,13 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedraft.kernels.logit_edits import (
-    COLUMNS,
-    edit_logits_cost,
-    edit_logits_ref,
-    edit_logits_triton,
-)
+from pagedraft.kernels.logit_edits import edit_logits_cost, edit_logits_ref
 from pagedraft.kernels.logit_edits_cpu import edit_logits_cpu
+from pagedraft.kernels.logit_edits_triton import COLUMNS, edit_logits_triton
 from pagedraft.tests.compare import assert_same_bits
 from pagedraft.tests.inputs import Guarded, randn
 from pagedraft.tests.kernels.sample_inputs import INF, Row, plain_edited, sample_batch

@@ -215,7 +215,7 @@ def test_no_rows(implementation: str, device: torch.device) -> None:
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_launches(num_rows: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Two for greedy and plain rows, one more for cuts, one more for edits."""
-    from pagedraft.kernels import logit_edits, sample_triton, truncate
+    from pagedraft.kernels import logit_edits_triton, sample_triton, truncate_triton
 
     launched = []
 
@@ -228,8 +228,8 @@ def test_launches(num_rows: int, monkeypatch: pytest.MonkeyPatch, device: torch.
             return self.kernel[grid]
 
     kernels = {
-        "edit": (logit_edits, "_edit_kernel"),
-        "truncate": (truncate, "_truncate_kernel"),
+        "edit": (logit_edits_triton, "_edit_kernel"),
+        "truncate": (truncate_triton, "_truncate_kernel"),
         "scan": (sample_triton, "_scan_kernel"),
         "merge": (sample_triton, "_merge_kernel"),
     }

@@ -22,8 +22,8 @@ from pagedraft.kernels.truncate import (
     min_p_cut,
     truncate_cost,
     truncate_ref,
-    truncate_triton,
 )
+from pagedraft.kernels.truncate_triton import truncate_triton
 from pagedraft.tests.compare import assert_same_bits
 from pagedraft.tests.inputs import poisoned, randn
 from pagedraft.tests.kernels.sample_inputs import Row, plain_probabilities, sample_batch
