@@ -89,6 +89,7 @@ def test_what_is_rounded(folders, name, weights):
     in_layers = {f"layers.{i}.{part}" for i in (0, 1) for part in ("qkv", "o", "gate_up", "down")}
     assert linear == in_layers | {"head"}
     assert {rounded[key].format for key in in_layers} == {weights}
+    assert rounded["head"].format == ("int8" if weights == "int4" else weights)
     kept = rounded.keys() - linear
     assert all(torch.equal(rounded[key], plain[key]) for key in kept)
     head = plain.get("head", plain["embed"])
