@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -278,7 +279,8 @@ def _token(report: Report, tokenizer: Any) -> str:
 
 
 def _table(report: Report) -> Table:
-    table = Table(title="each stage's largest error, from equal inputs", title_justify="left")
+    title = "each stage's largest error, from equal inputs"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for name in ("stage", "token", "layer", "ULP", "max ULP", "max abs", "error", "tolerance"):
         table.add_column(name, justify="left" if name == "stage" else "right")
     for stage in (name for name in STAGE_OPS if name in report.worst):

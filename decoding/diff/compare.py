@@ -28,6 +28,7 @@ from pagedraft.decoding.diff.side import Stage, finished
 ROUNDINGS, ATTENTION_ROUNDINGS = 4, 16
 SUM_ORDER = 1e-4
 # Distance of neighbouring numbers, relative to the number; int8: 4 rms of a token over 127 codes.
+# Beside a float pool, int8 and fp8 ones showed 0.39 and 1.7 in the demo model's attention.
 STEPS = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7, "fp8": 2.0**-3, "int8": 2.0**-5}
 # Linear weights of another format part the sides by what the demo model showed (int8 0.35, fp8
 # 0.65, int4 2.2), with some room: this finds a NaN or layers mixed up, not a fine error.
