@@ -22,7 +22,7 @@ from pagedraft.kernels.weight_quant import QuantWeight, WeightFormat, dequantize
 logger = logging.getLogger(__name__)
 
 ORDER: dict[WeightFormat, tuple[str, ...]] = {
-    "int8": ("int8_digits", "fp16_codes", "dense"),
+    "int8": ("int8_2x8", "int8_3x7", "fp16_codes", "dense"),
     "int4": ("int4_bf16", "dense"),
     "fp8": ("fp16_codes", "dense"),
 }

@@ -1,9 +1,10 @@
 """How the CPU libraries multiply fp32 rows by quantised weights.
 
-* ``int8_digits``: FBGEMM's int8 product. A row is written as ``NUM_DIGITS`` digits of 7 bits of its
-  largest value, each digit is a row of the product, and the sums are put together in fp32: 2**-21
-  of the largest value is the only rounding of x. Integer sums are exact, so bits depend on no row
-  count; 7 bits, because processors without VNNI add pairs of products in 16 bits.
+* ``int8_2x8``, ``int8_3x7``: FBGEMM's int8 product. A row of x is written as 2 digits of 8 bits, or
+  3 of 7, of its largest value; each digit is a row of the product, and the sums are put together in
+  fp32. Integer sums are exact: bits depend on no row count. x is rounded at 2**-15, or 2**-21, of
+  its row's largest value. Processors without VNNI add pairs of products in 16 bits, which 8-bit
+  digits overflow: the self-test sees it.
 * ``int4_bf16``: PyTorch's int4 weight-only product, which has fast code for bf16 only: x, a group's
   factors and y are rounded to bf16, sums are fp32. A factor with 5 significant bits, and its
   product with the zero point, are bf16 numbers: then codes stand for the same weights.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +25,7 @@ import torch.nn.functional as F
 from pagedraft.kernels import linear_cpu
 from pagedraft.kernels.weight_quant import QuantWeight, dequantize_weight, unpack_int4
 
-NUM_DIGITS, DIGIT_BITS = 3, 7
-LARGEST_DIGIT = 2 ** (DIGIT_BITS - 1)  # digits lie in -64..64, stored as 0..128
-DIGIT_UNITS = torch.tensor(
-    [2.0 ** (DIGIT_BITS * index) * LARGEST_DIGIT for index in range(NUM_DIGITS)]
-).view(NUM_DIGITS, 1, 1)
+TOP = 64.0  # a row's largest value is this many units of the first digit; a power of two is exact
 SMALLEST = 1e-30  # rows are scaled by at least this: keeps a row of zeros finite
 OUTPUT_BLOCK = 64  # outputs of the int4 kernel's fast path
 FAST_INT4 = ("AVX2", "AVX512")
@@ -56,8 +53,29 @@ def _refuse_groups(weight: QuantWeight) -> str:
     return "" if weight.group == weight.num_in else f"groups of {weight.group} inputs"
 
 
+class Digits(NamedTuple):
+    """How a row of x is written: each digit counts ``radix`` times the next.
+
+    units_J11: what a row's largest value is in units of each digit.
+    zero: what a digit of 0 is stored as, in uint8.
+    """
+
+    units_J11: torch.Tensor
+    radix: int
+    zero: int
+
+
+def _digits(count: int, radix: int, zero: int) -> Digits:
+    units_J = torch.tensor([TOP * radix**index for index in range(count)])
+    return Digits(units_J.view(count, 1, 1), radix, zero)
+
+
+DIGITS_2X8 = _digits(2, 254, 128)  # lower digits in -127..127
+DIGITS_3X7 = _digits(3, 128, 64)  # in -64..64
+
+
 def _digits_pack(weight: QuantWeight) -> Any:
-    scale_O = weight.scale_CO[0].float() / LARGEST_DIGIT  # a power of two: exact
+    scale_O = weight.scale_CO[0].float() / TOP
     zero_O = torch.zeros(weight.num_out, dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tensors of a quantised dtype are on their way out
@@ -72,21 +90,21 @@ def _digits_op() -> Callable[..., torch.Tensor]:
     return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
 
 
-def _digits_run(x_TI: torch.Tensor, handle: Any) -> torch.Tensor:
+def _digits_run(x_TI: torch.Tensor, handle: Any, digits: Digits) -> torch.Tensor:
     largest_T1 = x_TI.abs().amax(1, keepdim=True).clamp_min_(SMALLEST)
-    digits_JTI = (x_TI * (DIGIT_UNITS / largest_T1)).round_()  # whole: the op rounds them as x + 64
-    digits_JTI[1:].sub_(digits_JTI[:-1] * 2**DIGIT_BITS)
+    x_JTI = (x_TI * (digits.units_J11 / largest_T1)).round_()
+    x_JTI[1:].sub_(x_JTI[:-1] * digits.radix)  # whole numbers, so the op need not round them
     with torch._C.DisableTorchFunctionSubclass():  # as in linear_cpu
-        y_XO = _digits_op()(digits_JTI.flatten(0, 1), 1.0, LARGEST_DIGIT, handle)
-    high_TO, *lower_TO = y_XO.chunk(NUM_DIGITS)
-    for index, y_TO in enumerate(lower_TO, start=1):
-        high_TO.add_(y_TO, alpha=2.0 ** (-DIGIT_BITS * index))
-    return high_TO.mul_(largest_T1)
+        y_XO = _digits_op()(x_JTI.flatten(0, 1), 1.0, digits.zero, handle)
+    y_TO, *lower_TO = y_XO.chunk(len(digits.units_J11))
+    for index, digit_TO in enumerate(lower_TO, start=1):
+        y_TO.add_(digit_TO, alpha=float(digits.radix) ** -index)
+    return y_TO.mul_(largest_T1)
 
 
 def _digits_unpack(handle: Any) -> torch.Tensor:
     quantised_OI = torch.ops.quantized.linear_unpack(handle)[0]
-    scale_O1 = quantised_OI.q_per_channel_scales().float()[:, None] * LARGEST_DIGIT
+    scale_O1 = quantised_OI.q_per_channel_scales().float()[:, None] * TOP
     return quantised_OI.int_repr().float() * scale_O1
 
 
@@ -179,9 +197,15 @@ def _fits(weight: QuantWeight) -> str:
     return ""
 
 
+def _digits_format(digits: Digits, tolerance: float) -> QuantFormat:
+    run = partial(_digits_run, digits=digits)
+    return QuantFormat(_refuse_groups, _digits_pack, run, _digits_unpack, 12, tolerance)
+
+
 FORMATS = {
-    "int8_digits": QuantFormat(_refuse_groups, _digits_pack, _digits_run, _digits_unpack, 12, 1e-6),
+    "int8_2x8": _digits_format(DIGITS_2X8, 1e-4),
+    "int8_3x7": _digits_format(DIGITS_3X7, 1e-6),
     "int4_bf16": QuantFormat(_refuse_int4, _int4_pack, _int4_run, _int4_unpack, 24, 2**-7),
-    "fp16_codes": QuantFormat(_refuse_groups, _codes_pack, _codes_run, _codes_unpack, 0, 1e-6),
-    "dense": QuantFormat(_fits, _dense_pack, _dense_run, linear_cpu.unpack, 0, 1e-6),
+    "fp16_codes": QuantFormat(_refuse_groups, _codes_pack, _codes_run, _codes_unpack, 0, 0.0),
+    "dense": QuantFormat(_fits, _dense_pack, _dense_run, linear_cpu.unpack, 0, 0.0),
 }
