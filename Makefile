@@ -5,11 +5,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 K ?=
 TRITON ?=
+MODEL ?=
+STEPS ?=
+JSON ?=
+BASE ?=
 TRITON_DIR := $(if $(TRITON),build/triton-$(TRITON))
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels static bench gpu-check lint clean
+.PHONY: help setup demo test test-kernels static static-diff static-baseline bench gpu-check lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,8 +41,17 @@ test-kernels: $(STAMP)  ## kernel tests; K=name for one op
 	$(if $(KERNEL_TESTS),,$(error K=$(K): no tests/kernels/test_$(K)*.py))
 	$(PYTEST) $(KERNEL_TESTS)
 
-static: $(STAMP) $(TRITON_DIR)  ## compile the kernels for every GPU target; TRITON=3.9.0 for that version
-	$(if $(TRITON),PYTHONPATH=$(TRITON_DIR)) $(BIN)/python -m pagedraft.bench.static --quick
+STATIC := $(if $(TRITON),PYTHONPATH=$(TRITON_DIR)) $(BIN)/python -m pagedraft.bench.static
+FORWARD := $(if $(MODEL),--model $(MODEL)) $(if $(STEPS),--steps $(STEPS)) $(if $(JSON),--json $(JSON))
+
+static: $(STAMP) $(TRITON_DIR)  ## compile kernels for every GPU; MODEL=llama-8b: a forward pass (STEPS= JSON=); TRITON=3.9.0
+	$(STATIC) $(if $(MODEL),forward $(FORWARD),--quick)
+
+static-diff: $(STAMP) $(TRITON_DIR)  ## what an edit did to a forward pass; BASE=old.json (else the baseline)
+	$(STATIC) forward $(FORWARD) $(if $(BASE),--base $(BASE),--check)
+
+static-baseline: $(STAMP) $(TRITON_DIR)  ## write CI's baseline anew: together with a CHANGELOG line
+	$(STATIC) forward --save-baseline
 
 build/triton-%:
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.partial triton==$*

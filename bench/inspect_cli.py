@@ -35,7 +35,8 @@ from pagedraft.bench.inspect_document import (
     read_document,
     write_document,
 )
-from pagedraft.bench.inspect_forward import Setup, Trace, distinct_launches, record_step
+from pagedraft.bench.inspect_forward import Trace, distinct_launches, record_step
+from pagedraft.bench.inspect_inputs import SAMPLING, Setup
 from pagedraft.bench.inspect_report import print_code, print_steps
 from pagedraft.bench.shapes import CONFIGS, DTYPES, StepShape, cut, parse_step
 from pagedraft.bench.static_attention_calls import CACHE_DTYPES, FP8_TARGETS
@@ -90,7 +91,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        base = _base(options)
+        base = find_base(options.base, is_check=options.check)
+        if base is not None:  # what it ran is run again, unless the arguments say otherwise
+            parser.set_defaults(**_defaults(base[1]))
+            options = parser.parse_args(arguments)
         found = inspect(
             _setup(options),
             [parse_step(name) for name in options.steps.split(",")],
@@ -99,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
             is_compiled=not options.no_compile,
             num_processes=options.processes,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     _print(found)
     for path in filter(None, (options.json, baseline_path() if options.save_baseline else None)):
@@ -129,12 +133,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--weights", default="auto", choices=("auto", *WEIGHT_FORMATS))
     add("--kv-dtype", default="auto", choices=("auto", *CACHE_DTYPES))
     add("--block-size", type=int, default=64, choices=BLOCK_SIZES)
+    add("--sampling", default="plain", choices=tuple(SAMPLING), help="what requests ask for")
     add("--gpu", default="H200", choices=tuple(GPUS), help="whose bandwidth floors are of")
     add("--no-compile", action="store_true", help="launches and bytes only")
     add("--processes", type=int, default=None)
     add("--json", type=Path, help="also write the findings here")
-    add("--base", type=Path, help="JSON of an earlier run to compare with")
-    add("--check", action="store_true", help="compare with the committed baseline")
+    add("--base", type=Path, help="JSON of an earlier run: run the same again and compare")
+    add("--check", action="store_true", help="the same with the committed baseline")
     add("--save-baseline", action="store_true", help="write the committed baseline anew")
     return parser
 
@@ -145,8 +150,9 @@ def _setup(options: argparse.Namespace) -> Setup:
     if options.model in CONFIGS:
         name, config = options.model, CONFIGS[options.model]
     else:
-        folder = Path(options.model)
-        name, config = folder.name, ModelConfig.from_folder(folder)
+        path = Path(options.model)
+        folder = path.parent if path.name == "config.json" else path
+        name, config = folder.resolve().name, ModelConfig.from_folder(folder)
     return Setup(
         name,
         cut(config, options.layers),
@@ -155,6 +161,7 @@ def _setup(options: argparse.Namespace) -> Setup:
         options.weights,
         options.kv_dtype,
         options.block_size,
+        options.sampling,
     )
 
 
@@ -165,18 +172,27 @@ def _targets(text: str) -> tuple[str, ...]:
     return names
 
 
-def _base(options: argparse.Namespace) -> tuple[str, Document] | None:
-    """Return the document to compare with and its name; None where there is none."""
-    if options.base:
-        return str(options.base), read_document(options.base)
-    if not options.check:
+def find_base(path: Path | None, *, is_check: bool) -> tuple[str, Document] | None:
+    """Return what to compare with and its name: the file ``path``, or the committed baseline.
+
+    None where nothing is asked for, or where this version of Triton has no baseline, which is said.
+    """
+    if path is not None:
+        return str(path), read_document(path)
+    if not is_check:
         return None
     path = baseline_path()
     if path.exists():
         return path.name, read_document(path)
     known = sorted(file.stem.removeprefix("forward-") for file in BASELINES.glob("forward-*.json"))
-    print(f"no baseline for triton {triton.__version__} (there is one for {', '.join(known)})")
+    there_is = f"there is one for {', '.join(known)}" if known else "there is none"
+    print(f"no baseline for triton {triton.__version__}: {there_is}")
     return None
+
+
+def _defaults(document: Document) -> dict[str, object]:
+    setup = {name: value for name, value in document["setup"].items() if name != "model_layers"}
+    return {**setup, "steps": ",".join(document["steps"]), "targets": ",".join(document["targets"])}
 
 
 def _print(found: Inspection) -> None:
@@ -185,12 +201,13 @@ def _print(found: Inspection) -> None:
         f"{setup.model}, {setup.config.num_layers} of {setup.num_layers} layers run; "
         f"{setup.dtype}, weights {setup.weights}, KV {setup.kv_dtype}, blocks of "
         f"{setup.block_size}; triton {triton.__version__}\n"
-        f"floors: {gpu.name}, {gpu.bandwidth / 1e12:g} TB/s, {gpu.flops / 1e12:g} TFLOP/s "
+        f"floors: {gpu.name}, {gpu.bandwidth / 1e12:g} TB/s, {gpu.flops / 1e12:g} TFLOP/s bf16 "
         f"({gpu.source}); all times are a model"
     )
-    print_steps(setup, found.steps, gpu)
+    detailed = DETAILED if DETAILED in found.targets else found.targets[0]
+    code = [result for result in found.results if result.target == detailed]
+    print_steps(setup, found.steps, gpu, code)
     if found.results:
-        detailed = DETAILED if DETAILED in found.targets else found.targets[0]
         print_code(found.results, found.targets, detailed)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from functools import cached_property
 
-import triton
-
 from pagedraft.bench.record import Use
 from pagedraft.bench.sass import is_product
 from pagedraft.bench.static_checks import Compiled
@@ -34,8 +32,11 @@ def address_products(ttir: str) -> int:
 
 
 class ExecutedCount:
-    """Executed warp instructions of a kernel on an NVIDIA target, where its loops are understood:
-    attention's, the one loop with products of a linear layer, or none at all."""
+    """Executed warp instructions of a kernel on an NVIDIA target, where its loops are understood.
+
+    These are attention's, a single one with products that runs as often as the launch's argument
+    ``num_trips`` says (linear layers), or none at all.
+    """
 
     def __init__(self, kernel: Compiled) -> None:
         self.kernel = kernel
@@ -61,10 +62,10 @@ class ExecutedCount:
             return attention.count.executed(attention.trips(use))
         if not self.count.flow.loops:
             return self.count.executed(Trips(()))
-        step, num_in = self._value(use, "BLOCK_I"), self._value(use, "num_in")
-        if step is None or num_in is None or len(self.count.flow.loops) != 1:
+        trips = self._value(use, "num_trips")
+        if trips is None or len(self.count.flow.loops) != 1:
             return None
-        return self.count.executed(Trips((float(triton.cdiv(num_in, step)),)))
+        return self.count.executed(Trips((float(trips),)))
 
     def _value(self, use: Use, name: str) -> int | None:
         """Return an argument of that launch: a constexpr, a specialised or a run-time number."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
-from pagedraft.bench.inspect_forward import Event, Setup, Trace
+from pagedraft.bench.inspect_forward import Event, Trace
+from pagedraft.bench.inspect_inputs import SAMPLING, Setup
 from pagedraft.bench.shapes import DTYPES, StepShape
 from pagedraft.bench.static_attention_calls import CACHE_DTYPES
 from pagedraft.kernels.cost import Cost
@@ -21,7 +21,6 @@ from pagedraft.kernels.paged_attention import paged_attention_cost
 from pagedraft.kernels.rms_norm import rms_norm_cost
 from pagedraft.kernels.sample import sample_cost
 from pagedraft.kernels.verify import verify_cost
-from pagedraft.kernels.weight_quant import INT4_GROUPS
 from pagedraft.kernels.write_kv import write_kv_cost
 
 FREE = Cost(0, 0)
@@ -70,24 +69,24 @@ class StepSizes:
     def itemsize(self) -> int:
         return DTYPES[self.setup.dtype].itemsize
 
-    @cached_property
-    def weight_bits(self) -> float:
-        """Bits of one linear weight, factors not counted but for int4's groups."""
-        if self.setup.weights == "int4":
-            return 4 + (32 + 8) / INT4_GROUPS[0]
-        return 8 if self.setup.weights in ("int8", "fp8") else 8 * self.itemsize
-
     def num_rows(self, layer: int) -> int:
         """Rows of a layer's MLP: the last layer has those that need logits."""
         is_last = layer >= self.setup.config.num_layers - 1
         return self.step.num_logits if is_last else self.step.num_tokens
 
     def linear(self, rows: int, num_in: int, num_out: int, *, has_residual: bool = False) -> Cost:
-        """Return a linear layer's cost with its weights as they are stored."""
+        """Return the cost of a layer's projection with its weights as they are stored."""
         cost = linear_cost(rows, num_in, num_out, self.itemsize, has_residual=has_residual)
-        weights = num_in * num_out
-        saved = weights * self.itemsize - int(weights * self.weight_bits / 8)
-        return cost + Cost(-saved, 0)
+        return cost + self.saved(num_in * num_out, self.setup.weight_format)
+
+    def saved(self, num_weights: int, format: str | None) -> Cost:
+        """Return what ``format`` changes of the weights' bytes; factors count where groups share
+        them, with int4's zero points."""
+        if format is None:
+            return FREE
+        group, bits = self.setup.weight_group, 4 if format == "int4" else 8
+        factor_bits = (32 + (8 if format == "int4" else 0)) / group if group else 0
+        return Cost(int(num_weights * ((bits + factor_bits) / 8 - self.itemsize)), 0)
 
 
 Costs = dict[str, Cost]  # by op
@@ -147,13 +146,20 @@ def _down_norm(sizes: StepSizes, layer: int, ops: set[str]) -> Costs:
 
 def _head(sizes: StepSizes, layer: int, ops: set[str]) -> Costs:
     config, rows = sizes.setup.config, sizes.step.num_logits
+    cost = linear_cost(rows, config.embed_dim, config.vocab_size, sizes.itemsize)
+    cost += sizes.saved(config.embed_dim * config.vocab_size, sizes.setup.head_format)
     wide = Cost(rows * config.vocab_size * (4 - sizes.itemsize), 0)  # logits are fp32
-    return {"linear": sizes.linear(rows, config.embed_dim, config.vocab_size) + wide}
+    return {"linear": cost + wide}
 
 
 def _sample(sizes: StepSizes, layer: int, ops: set[str]) -> Costs:
-    rows = sizes.step.num_logits
-    return {"sample": sample_cost(rows, sizes.setup.config.vocab_size, 4, num_sampled=rows)}
+    rows, rules = sizes.step.num_logits, SAMPLING[sizes.setup.sampling]
+    num_cut = rows if rules.has_cut else 0
+    return {
+        "sample": sample_cost(
+            rows, sizes.setup.config.vocab_size, 4, num_sampled=rows, num_cut=num_cut
+        )
+    }
 
 
 def _verify(sizes: StepSizes, layer: int, ops: set[str]) -> Costs:

@@ -194,7 +194,7 @@ def regressions(base: Document, fresh: Document) -> list[str]:
     old = _rows(base, fresh)
     lines = []
     for key, row in _rows(fresh, base).items():
-        lines += [f"{_named(key)}: {line}" for line in _faults(old.get(key), row)]
+        lines += [f"{_named(key)}: {line}" for line in _faults(key[2], old.get(key), row)]
     for step, part, changed in _step_changes(base, fresh):
         more = [c for c in changed if c.name == "launches" and c.is_worse and part != "model"]
         kernels = [c for c in changed if c.name == "kernels" and c.new]
@@ -206,7 +206,7 @@ def regressions(base: Document, fresh: Document) -> list[str]:
     return lines
 
 
-def _faults(old: dict[str, Any] | None, row: dict[str, Any]) -> Iterator[str]:
+def _faults(target: str, old: dict[str, Any] | None, row: dict[str, Any]) -> Iterator[str]:
     if "registers" not in row:
         yield row["problem"]
         return
@@ -214,9 +214,9 @@ def _faults(old: dict[str, Any] | None, row: dict[str, Any]) -> Iterator[str]:
     if row["spill_bytes"] > allowed:
         of = f"the baseline has {allowed}" if old else "a kernel that the baseline does not have"
         yield f"spills {row['spill_bytes']} bytes a thread, {of}"
-    limit = SHARED_LIMITS[row["target"]]
+    limit = SHARED_LIMITS[target]
     if row["shared"] > limit:
-        yield f"takes {row['shared']} bytes of shared memory, {row['target']} has {limit}"
+        yield f"takes {row['shared']} bytes of shared memory, {target} has {limit}"
 
 
 def _named(key: Key) -> str:

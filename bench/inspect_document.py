@@ -16,7 +16,8 @@ from typing import Any
 import triton
 
 from pagedraft.bench.inspect_cost import Gpu, Priced, Totals, sum_step
-from pagedraft.bench.inspect_forward import Setup, Trace
+from pagedraft.bench.inspect_forward import Trace
+from pagedraft.bench.inspect_inputs import Setup
 from pagedraft.bench.static_report import Result
 
 Document = dict[str, Any]
@@ -44,6 +45,7 @@ def make_document(
             "weights": setup.weights,
             "kv_dtype": setup.kv_dtype,
             "block_size": setup.block_size,
+            "sampling": setup.sampling,
         },
         "targets": list(targets),
         "steps": documents,

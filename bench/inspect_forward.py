@@ -8,7 +8,6 @@ dispatch mode. The forward's ``observe`` tells the stages apart.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from pagedraft.bench.inspect_inputs import (
+    META,
+    Setup,
+    meta_batch,
+    meta_cache,
+    meta_weights,
+    prompt_sequence,
+)
 from pagedraft.bench.record import (
     Call,
     Launch,
@@ -26,21 +33,13 @@ from pagedraft.bench.record import (
     launches_recorded,
     vendor_of,
 )
-from pagedraft.bench.shapes import DTYPES, StepShape
-from pagedraft.bench.static_attention_calls import CACHE_DTYPES
+from pagedraft.bench.shapes import StepShape
 from pagedraft.decoding.draw import draw
-from pagedraft.decoding.sequence import Sequence
 from pagedraft.kernels.dispatch import OPS
 from pagedraft.kernels.verify import verify
-from pagedraft.kernels.weight_quant import CODE_DTYPES, INT4_GROUPS, QuantWeight, WeightFormat
-from pagedraft.model.batch import Span, StepBatch, build_step_batch
-from pagedraft.model.config import ModelConfig
-from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
-from pagedraft.model.weights import expected_parts
 
-META = torch.device("meta")
-LINEAR = ("qkv", "o", "gate_up", "down", "head")
+PARTS_OF_OPS = {"logit_edits": "sample", "truncate": "sample"}  # files not named after their op
 NO_KERNELS = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
     + ("detach", "detach_", "lift_fresh", "lift_fresh_copy")
@@ -48,33 +47,12 @@ NO_KERNELS = frozenset(
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What is run: a model's first layers, how its weights and keys are stored.
-
-    config: of the layers that run. num_layers: of the whole model.
-    dtype: a name of shapes.DTYPES. weights, kv_dtype: "auto" (``dtype``) or a quantised format.
-    """
-
-    model: str
-    config: ModelConfig
-    num_layers: int
-    dtype: str = "bf16"
-    weights: str = "auto"
-    kv_dtype: str = "auto"
-    block_size: int = 64
-
-    @property
-    def needs_fp8(self) -> bool:
-        return "fp8" in (self.weights, self.kv_dtype)
-
-
-@dataclass(frozen=True)
 class Event:
     """One kernel that a step launches.
 
     layer: -1 before the first layer, the number of layers after the last.
-    case: step/stage, with ``#2`` for a kernel's second launch in a stage; ``last.`` stands before a
-        stage of the last layer where that has fewer rows.
+    case: step/stage, with ``#2`` for a kernel's second launch in a stage; ``last.`` stands before
+        the stage where the last layer's launch is not the first layer's.
     launches: by target; empty for PyTorch's own kernels, whose ``num_bytes`` are those of their
     results, read and written.
     """
@@ -87,6 +65,13 @@ class Event:
     grid: tuple[int, ...] = ()
     launches: dict[str, Launch] = field(default_factory=dict)
     num_bytes: int = 0
+
+    @property
+    def sizes(self) -> Any:
+        """Equal for launches of one kernel with the same grid and run-time numbers."""
+        launches = self.launches.values()
+        keys = [(launch.key, launch.uses[0].numbers) for launch in launches]
+        return keys, self.grid, self.num_bytes
 
 
 @dataclass(frozen=True)
@@ -106,7 +91,7 @@ def op_of(fn: JITFunction) -> str:
     """Return the op whose file a kernel stands in, or the file's name."""
     stem = fn.fn.__module__.rpartition(".")[2]
     owners = [op for op in OPS if stem == op or stem.startswith(op + "_")]
-    return max(owners, key=len, default=stem)
+    return max(owners, key=len, default=PARTS_OF_OPS.get(stem, stem))
 
 
 class _TorchKernels(TorchDispatchMode):
@@ -156,21 +141,30 @@ class _Stages:
     def _event(self, layer: int, stage: str, item: Any) -> Event:
         if isinstance(item, tuple):
             name, num_bytes = item
-            case = self._case(layer, stage, name)
-            return Event(layer, stage, "torch", name, case, num_bytes=2 * num_bytes)
+            event = Event(layer, stage, "torch", name, "", num_bytes=2 * num_bytes)
+            return replace(event, case=self._case(event))
         first = next(iter(item.values()))
-        case = self._case(layer, stage, first.kernel)
+        event = Event(layer, stage, first.op, first.kernel, "", first.uses[0].grid, item)
+        case = self._case(event)
         for launch in item.values():
             launch.uses[:] = [
                 replace(use, call=replace(use.call, case=case)) for use in launch.uses
             ]
-        return Event(layer, stage, first.op, first.kernel, case, first.uses[0].grid, item)
+        return replace(event, case=case)
 
-    def _case(self, layer: int, stage: str, kernel: str) -> str:
-        earlier = [e for e in self.events if (e.layer, e.stage, e.kernel) == (layer, stage, kernel)]
-        number = f"#{len(earlier) + 1}" if earlier else ""
-        has_fewer = layer == self.last and self.step.num_logits < self.step.num_tokens
-        return f"{self.step.name}/{'last.' if has_fewer else ''}{stage}{number}"
+    def _case(self, event: Event) -> str:
+        def alike(layer: int) -> list[Event]:
+            place = layer, event.stage, event.kernel
+            return [e for e in self.events if (e.layer, e.stage, e.kernel) == place]
+
+        number = len(alike(event.layer))
+        where = ""
+        if 0 < event.layer <= self.last:
+            first = alike(0)
+            if number >= len(first) or first[number].sizes != event.sizes:
+                where = "last." if event.layer == self.last else f"layer{event.layer}."
+        suffix = f"#{number + 1}" if number else ""
+        return f"{self.step.name}/{where}{event.stage}{suffix}"
 
 
 def record_step(setup: Setup, step: StepShape, targets: Mapping[str, GPUTarget]) -> list[Trace]:
@@ -194,10 +188,10 @@ def _trace(setup: Setup, step: StepShape, backend: str, targets: Mapping[str, GP
 
     with vendor_of(backend), launches_recorded(call_of, targets, found):
         model = Transformer(setup.config, meta_weights(setup))
-        batch = _batch(setup, step)
+        batch = meta_batch(setup, step)
         with torch.inference_mode(), _TorchKernels(found):
-            logits_QV = model.forward(batch, _cache(setup, step), stages.observe)
-            _sample(logits_QV, step, setup.config.num_layers, stages)
+            logits_QV = model.forward(batch, meta_cache(setup, step), stages.observe)
+            _sample(setup, step, logits_QV, stages)
     return Trace(step, backend, stages.events)
 
 
@@ -205,68 +199,10 @@ def _not_run() -> None:
     """Stand for a call whose launches were found in the forward pass."""
 
 
-def meta_weights(setup: Setup) -> dict[str, Any]:
-    """Return weights under the loader's names, without memory."""
-    parts = expected_parts(setup.config)
-    weights: dict[str, Any] = {}
-    for name, sources in parts.items():
-        shape = (sum(part.shape[0] for part in sources), *sources[0].shape[1:])
-        weights[name] = torch.empty(shape, dtype=DTYPES[setup.dtype], device=META)
-    if setup.weights == "auto":
-        return weights
-    weights.setdefault("head", weights["embed"])  # a quantised head is a copy
-    return {
-        name: _quantised(weight, setup.weights) if name.split(".")[-1] in LINEAR else weight
-        for name, weight in weights.items()
-    }
-
-
-def _quantised(weight_OI: torch.Tensor, format: WeightFormat) -> QuantWeight:
-    """Return what ``quantize_weight`` makes of that shape."""
-    num_out, num_in = weight_OI.shape
-    group = INT4_GROUPS[0] if format == "int4" else num_in
-    code_columns = num_in // 2 if format == "int4" else num_in
-    factors = (num_in // group, num_out)
-    return QuantWeight(
-        format,
-        torch.empty(num_out, code_columns, dtype=CODE_DTYPES[format], device=META),
-        torch.empty(factors, device=META),
-        torch.empty(factors, dtype=torch.uint8, device=META) if format == "int4" else None,
-        group,
-    )
-
-
-def _batch(setup: Setup, step: StepShape) -> StepBatch:
-    """Rows with blocks of their own."""
-    blocks_a_row = math.ceil(step.context / setup.block_size)
-    num_logits = step.num_logits // step.num_rows
-    spans = [
-        Span(
-            [0] * step.span,
-            step.context - step.span,
-            range(1 + row * blocks_a_row, 1 + (row + 1) * blocks_a_row),
-            num_logits,
-        )
-        for row in range(step.num_rows)
-    ]
-    return build_step_batch(spans, block_size=setup.block_size, device=META)
-
-
-def _cache(setup: Setup, step: StepShape) -> KVCache:
-    """A pool of just enough blocks, made on the CPU: no device is asked whether it knows fp8."""
-    num_blocks = 1 + step.num_rows * math.ceil(step.context / setup.block_size)
-    dtype = CACHE_DTYPES.get(setup.kv_dtype, DTYPES[setup.dtype])
-    cache = KVCache(setup.config, num_blocks, setup.block_size, dtype, torch.device("cpu"))
-    for name in ("k", "v", "k_scale", "v_scale"):
-        pools = getattr(cache, name)
-        setattr(cache, name, [None if pool is None else pool.to(META) for pool in pools])
-    return cache
-
-
-def _sample(logits_QV: torch.Tensor, step: StepShape, layer: int, stages: _Stages) -> None:
+def _sample(setup: Setup, step: StepShape, logits_QV: torch.Tensor, stages: _Stages) -> None:
     """Draw a token for each row of logits, then compare the drafts with them."""
-    num_logits = logits_QV.shape[0]
-    sequence = Sequence([0] * step.context, step.context, temperature=1.0, seed=0)
+    num_logits, layer = logits_QV.shape[0], setup.config.num_layers
+    sequence = prompt_sequence(setup, step)
     tokens_Q = draw(logits_QV, [sequence] * num_logits, [step.context] * num_logits)
     stages.observe(layer, "sample", tokens_Q)
     num_drafts = num_logits - step.num_rows

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from pagedraft.bench.inspect_cost import (
     LAUNCH_SECONDS,
@@ -13,30 +14,45 @@ from pagedraft.bench.inspect_cost import (
     shares,
     sum_step,
 )
-from pagedraft.bench.inspect_forward import Setup, Trace
+from pagedraft.bench.inspect_forward import Trace
+from pagedraft.bench.inspect_inputs import Setup
 from pagedraft.bench.static_checks import SHARED_LIMITS
 from pagedraft.bench.static_report import Result, print_failures, summary_cell, widths
 from pagedraft.bench.table import print_table
 
-STEP_HEADERS = ("part", "stage", "op", "kernel", "grid", "MB", "GFLOP", "floor us", "share")
+STEP_HEADERS = (
+    *("part", "stage", "op", "kernel", "grid", "MB", "GFLOP", "floor us", "share", "B/instr"),
+)
 CODE_HEADERS = (
     *("kernel", "case", "warps", "stages", "regs", "spill", "shared KB", "loads", "stores"),
     *("mma", "instr", "executed", "KV B/instr", "32-bit addr", "verdict"),
 )
 
 
-def print_steps(setup: Setup, steps: list[tuple[Trace, list[Priced]]], gpu: Gpu) -> None:
-    """Print each step, once for all backends that launch the same."""
-    grouped: dict[tuple, list[tuple[Trace, list[Priced]]]] = {}
+Steps = list[tuple[Trace, list[Priced]]]
+
+
+def print_steps(setup: Setup, steps: Steps, gpu: Gpu, code: Sequence[Result]) -> None:
+    """Print each step, once for all backends that launch the same.
+
+    code: one target's; bytes over the warp instructions of a launch are worked out from it.
+    """
+    by_case = {(result.kernel, case): result for result in code for case in result.cases}
+    grouped: dict[tuple, Steps] = {}
     for trace, priced in steps:
         launched = tuple((event.case, event.kernel, event.grid) for event in trace.events)
         grouped.setdefault((trace.step, launched), []).append((trace, priced))
     for (step, _), found in grouped.items():
         title = f"{step.name} on {' and '.join(trace.backend for trace, _ in found)}"
-        _print_step(title, setup, *found[0], gpu)
+        _print_step(title, setup, *found[0], gpu, by_case)
 
 
-def _print_step(title: str, setup: Setup, trace: Trace, priced: list[Priced], gpu: Gpu) -> None:
+Code = Mapping[tuple[str, str], Result]
+
+
+def _print_step(
+    title: str, setup: Setup, trace: Trace, priced: list[Priced], gpu: Gpu, code: Code
+) -> None:
     """Print a step's kernels, the sums of a layer and of the whole model, and each op's share."""
     sums = sum_step(setup, priced, gpu)
     rows = []
@@ -44,7 +60,11 @@ def _print_step(title: str, setup: Setup, trace: Trace, priced: list[Priced], gp
         count = setup.num_layers - 1 if layer == 0 else 1
         items = [item for item in priced if item.event.layer == layer]
         rows += [
-            [_part(layer, setup), *_step_row(item, gpu, sums.model.seconds / count)]
+            [
+                _part(layer, setup),
+                *_step_row(item, gpu, sums.model.seconds / count),
+                _bytes_per_instruction(item, code),
+            ]
             for item in items
         ]
     print_table(title, STEP_HEADERS, rows)
@@ -54,10 +74,10 @@ def _print_step(title: str, setup: Setup, trace: Trace, priced: list[Priced], gp
 
 
 def _shown_layers(setup: Setup, trace: Trace) -> Sequence[int]:
-    """A layer inside stands for all that are equal to it."""
+    """The first layer stands for the last one too where all its launches are the same."""
     last = setup.config.num_layers - 1
-    has_fewer = trace.step.num_logits < trace.step.num_tokens
-    return (-1, 0, last, last + 1) if has_fewer else (-1, 0, last + 1)
+    differs = any("/last." in event.case for event in trace.of_layer(last))
+    return (-1, 0, last, last + 1) if differs else (-1, 0, last + 1)
 
 
 def _part(layer: int, setup: Setup) -> str:
@@ -74,6 +94,18 @@ def _step_row(item: Priced, gpu: Gpu, step_seconds: float) -> list[str]:
     seconds = gpu.floor(cost)
     share = f"{seconds / step_seconds:.1%}"
     return [*cells, f"{cost.bytes / 1e6:.3f}", f"{cost.flops / 1e9:.3f}", _us(seconds), share]
+
+
+def _bytes_per_instruction(item: Priced, code: Code) -> str:
+    """Return the least bytes of a launch over its warp instructions; attention's: KV bytes only."""
+    event = item.event
+    result = code.get((event.kernel, event.case))
+    if result is None or not item.cost or not item.cost.bytes:
+        return ""
+    if event.case in result.kv_bytes_per_instruction:
+        return f"{result.kv_bytes_per_instruction[event.case]:.1f}"
+    executed = result.executed.get(event.case)
+    return f"{item.cost.bytes / executed / math.prod(event.grid):.1f}" if executed else ""
 
 
 def _us(seconds: float) -> str:

@@ -128,6 +128,15 @@ def test_toy_under_its_floor_is_reported(toys):
     assert "expected 1000" in toys["slow", "sm_90"]["problem"]
 
 
+def test_executed_instructions_of_a_kernel_without_loops_are_known(toys):
+    result = toys["divisible", "sm_90"]
+    assert 0 < result["executed"]["divisible"] <= 4 * result["code"]["instructions"]
+
+
+def test_executed_instructions_of_an_unknown_loop_are_not(toys):
+    assert toys["ieee", "sm_90"]["executed"] == {}
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_good_attention_toy_passes(toys, target):
     assert toys["attention", target]["problem"] is None
@@ -144,7 +153,9 @@ def test_specialisation_follows_the_arguments(toys):
     divisible, odd = toys["divisible", "sm_90"], toys["odd", "sm_90"]
     assert divisible["constexprs"]["stride"] == 1
     assert divisible["code"]["loads"] == {"128": 1}
+    assert divisible["code"]["stores"] == {"128": 1}
     assert "128" not in odd["code"]["loads"]
+    assert "128" not in odd["code"]["stores"]
 
 
 def test_fp32_dot_in_full_precision_is_not_reported(toys):
