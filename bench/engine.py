@@ -77,15 +77,27 @@ def run(model: str, device: torch.device, rounds: int, num_tokens: int) -> dict[
         _compare("code edit: plain, plain", 0, ours([edit_ids], False), theirs([edit_ids]), rounds),
         _compare("code edit: ngram, lookup", 0, ours([edit_ids], True), lookup, rounds),
     ]
+    quantised = [
+        _quantised(llm, weights, target, text_ids, rounds, num_tokens)
+        for weights, target in (("int8", 1.0), ("int4", 1.5))
+    ]
     ttft = _ttft(llm, text_ids, 100)
     result = {
         "model": model,
         "prompt_tokens": {"text": len(text_ids), "edit": len(edit_ids)},
         "new_tokens": num_tokens,
         "rows": [asdict(row) for row in rows],
+        "weights": [asdict(row) for row in quantised],
         "ttft_64_ms": {f"p{p}": round(1e3 * percentile(ttft, p), 1) for p in (50, 95, 99)},
     }
-    _print(rows, result)
+    _print(rows, "Engine against transformers generate, bf16 weights, tokens/s", "transformers")
+    _print(quantised, "Quantised against bf16 weights, single stream, tokens/s", "bf16")
+    ttft_ms = result["ttft_64_ms"]
+    print(
+        "TTFT, 64-token prompt: "
+        f"p50 {ttft_ms['p50']:.0f} ms, p95 {ttft_ms['p95']:.0f} ms, p99 {ttft_ms['p99']:.0f} ms "
+        "(target p99 <= 100 ms)"
+    )
     return result
 
 
@@ -131,6 +143,23 @@ def _compare(
     )
 
 
+def _quantised(
+    llm: LLM, weights: str, target: float, prompt: list[int], rounds: int, num_tokens: int
+) -> Row:
+    """The same model with ``weights`` against itself as it is."""
+    folder, device = llm.target.folder, llm.target.device
+    assert folder is not None
+    other = LLM(folder, dtype="bf16", weights=weights, device=device, speculate="off")
+    other.generate([prompt], SamplingParams(max_tokens=4, temperature=0))
+    return _compare(
+        weights,
+        target,
+        lambda: _ours(other, [prompt], num_tokens, False),
+        lambda: _ours(llm, [prompt], num_tokens, False),
+        rounds,
+    )
+
+
 def _ttft(llm: LLM, token_ids: list[int], repeats: int) -> list[float]:
     """Seconds to the first token of one request on an idle engine."""
     params = SamplingParams(max_tokens=1, temperature=0)
@@ -138,7 +167,7 @@ def _ttft(llm: LLM, token_ids: list[int], repeats: int) -> list[float]:
     return [c.stats.ttft for c in completions if c.stats.ttft is not None]
 
 
-def _print(rows: Sequence[Row], result: dict[str, Any]) -> None:
+def _print(rows: Sequence[Row], title: str, theirs: str) -> None:
     cells = [
         [
             row.name,
@@ -150,15 +179,9 @@ def _print(rows: Sequence[Row], result: dict[str, Any]) -> None:
         for row in rows
     ]
     print_table(
-        "Engine against transformers generate, bf16 weights, tokens/s",
-        ["case", "pagedraft", "transformers", "ratio", "target"],
+        title,
+        ["case", "pagedraft", theirs, "ratio", "target"],
         cells,
-    )
-    ttft = result["ttft_64_ms"]
-    print(
-        "TTFT, 64-token prompt: "
-        f"p50 {ttft['p50']:.0f} ms, p95 {ttft['p95']:.0f} ms, p99 {ttft['p99']:.0f} ms "
-        "(target p99 <= 100 ms)"
     )
 
 

@@ -37,7 +37,7 @@ from pagedraft.model.weight_files import FLOATS, Header
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 holds output AWQ_ORDER[i] of its eight
 SLAB_WEIGHTS = 2**24  # quantised at a time: bounds the fp32 copies that rounding makes
-INTS = ("I32", "I64")
+PACKED, INDICES = ("I32",), ("I32", "I64")
 FILE_CODES = {"fp8": ("F8_E4M3",), "int8": ("I8",)}
 # Endings of what describes activations and the KV cache, or repeats a shape: nobody reads it.
 UNREAD = (".input_scale", ".input_zero_point", ".k_scale", ".v_scale", ".weight_shape")
@@ -85,7 +85,7 @@ def headers(scheme: QuantScheme, module: str, num_out: int, num_in: int) -> list
 
     Names are those of the file; a layer's tensors differ in what follows the module.
     """
-    group = min(scheme.group or num_in, num_in)
+    group = _group(scheme, num_in)
     if num_in % group or (scheme.format == "int4" and num_in % INT4_GROUPS[0]):
         raise ValueError(f"{module}: {num_in} inputs do not divide into groups of {group}")
     if scheme.layout in ("gptq", "awq") and num_out % 8:
@@ -99,13 +99,17 @@ def read_layer(scheme: QuantScheme, tensors: Tensors) -> QuantWeight:
     return LAYOUTS[scheme.layout].read(scheme, tensors)
 
 
+def _group(scheme: QuantScheme, num_in: int) -> int:
+    return min(scheme.group or num_in, num_in)
+
+
 def _gptq_tensors(scheme: QuantScheme, num_out: int, num_in: int) -> list[Header]:
-    num_groups = num_in // (scheme.group or num_in)
+    num_groups = num_in // _group(scheme, num_in)
     return [
-        Header("qweight", ((num_in // 8, num_out),), INTS),
-        Header("qzeros", ((num_groups, num_out // 8),), INTS),
+        Header("qweight", ((num_in // 8, num_out),), PACKED),
+        Header("qzeros", ((num_groups, num_out // 8),), PACKED),
         Header("scales", ((num_groups, num_out),), FLOATS),
-        Header("g_idx", ((num_in,),), INTS, is_optional=not scheme.has_order),
+        Header("g_idx", ((num_in,),), INDICES, is_optional=not scheme.has_order),
         Header("bias", ((num_out,),), is_optional=True),  # some packers write zeros
     ]
 
@@ -117,10 +121,10 @@ def _read_gptq(scheme: QuantScheme, tensors: Tensors) -> QuantWeight:
 
 
 def _awq_tensors(scheme: QuantScheme, num_out: int, num_in: int) -> list[Header]:
-    num_groups = num_in // (scheme.group or num_in)
+    num_groups = num_in // _group(scheme, num_in)
     return [
-        Header("qweight", ((num_in, num_out // 8),), INTS),
-        Header("qzeros", ((num_groups, num_out // 8),), INTS),
+        Header("qweight", ((num_in, num_out // 8),), PACKED),
+        Header("qzeros", ((num_groups, num_out // 8),), PACKED),
         Header("scales", ((num_groups, num_out),), FLOATS),
     ]
 
@@ -131,14 +135,14 @@ def _read_awq(scheme: QuantScheme, tensors: Tensors) -> QuantWeight:
 
 
 def _packed_tensors(scheme: QuantScheme, num_out: int, num_in: int) -> list[Header]:
-    num_groups = num_in // (scheme.group or num_in)
+    num_groups = num_in // _group(scheme, num_in)
     result = [
-        Header("weight_packed", ((num_out, num_in // 8),), INTS),
+        Header("weight_packed", ((num_out, num_in // 8),), PACKED),
         Header("weight_scale", ((num_out, num_groups),), FLOATS),
-        Header("weight_g_idx", ((num_in,),), INTS, is_optional=not scheme.has_order),
+        Header("weight_g_idx", ((num_in,),), INDICES, is_optional=not scheme.has_order),
     ]
     if scheme.has_zero:
-        result.append(Header("weight_zero_point", ((-(-num_out // 8), num_groups),), INTS))
+        result.append(Header("weight_zero_point", ((-(-num_out // 8), num_groups),), PACKED))
     return result
 
 

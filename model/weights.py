@@ -189,10 +189,14 @@ def _check_headers(
 ) -> None:
     """Raise unless the files hold what ``parts`` ask for and nothing else."""
     family = FAMILIES[config.family]
+    try:
+        wanted = [header for group in parts.values() for part in group for header in part.headers]
+    except ValueError as error:  # sizes that the scheme cannot store
+        raise ValueError(f"{folder}: {error}") from None
     check_headers(
         folder,
         files,
-        [header for sources in parts.values() for part in sources for header in part.headers],
+        wanted,
         kind=config.family,
         ignored=family.tensors["head"],
         endings=family.buffers + (quantized.UNREAD if config.quantization else ()),
