@@ -104,8 +104,8 @@ def logits(model: Transformer, num_tokens: int = 13) -> torch.Tensor:
     return model.forward(batch, cache).cpu()
 
 
-# How far weights and logits of the CPU path may be from those of the file, as a share of the largest
-# one: int4 keeps factors and rows in bf16, int8 rows in 16 bits.
+# How far weights and logits of the CPU path may be from those of the file, as a share of the
+# largest one: int4 keeps factors and rows in bf16, int8 rows in 16 bits.
 TOLERANCE = {"int4": (2**-8, 2**-5), "int8": (2**-20, 2**-10), "fp8": (2**-20, 2**-12)}
 
 
