@@ -280,7 +280,7 @@ def _token(report: Report, tokenizer: Any) -> str:
 
 def _table(report: Report) -> Table:
     title = "each stage's largest error, from equal inputs"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     for name in ("stage", "token", "layer", "ULP", "max ULP", "max abs", "error", "tolerance"):
         table.add_column(name, justify="left" if name == "stage" else "right")
     for stage in (name for name in STAGE_OPS if name in report.worst):

@@ -23,8 +23,8 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-def diff(folder: Path, b: Side | None = None, **work) -> Report:
-    """Compare ``b`` with the plain side A, both in fp32 on the CPU unless ``b`` says otherwise."""
-    b = b or Side()
-    sides = Side(folder, CPU), replace(b, model=folder, options={**CPU, **b.options})
+def diff(folder: Path, b: Side | None = None, *, dtype: str = "fp32", **work) -> Report:
+    """Compare ``b`` with the plain side A, both in ``dtype`` on the CPU unless ``b`` says more."""
+    b, options = b or Side(), {**CPU, "dtype": dtype}
+    sides = Side(folder, options), replace(b, model=folder, options={**options, **b.options})
     return find_divergence(*sides, Work(**{"token_ids": PROMPT, "max_tokens": 3, **work}))

@@ -15,6 +15,7 @@ from pagedraft.decoding.diff.side import Side
 from pagedraft.kernels import (
     gated_mlp,
     linear_cpu,
+    linear_fused_triton,
     linear_triton,
     paged_attention,
     rms_norm,
@@ -122,6 +123,10 @@ def late_nan(honest, *args, **options):
     return y
 
 
+def too_large(honest, *args):
+    return honest(*args) * 1.1
+
+
 def one_column_less(honest, grid, gate_up, y, stride, num_columns, **options):
     return honest(grid, gate_up, y, stride, num_columns - 1, **options)
 
@@ -173,6 +178,14 @@ def test_a_broken_triton_kernel_is_found(folder, layers, name):
     layers.break_in(1, *fault)
     error = diff(folder, ALL_REFERENCES, **SHORT).first_error
     assert (error.layer, error.stage, error.ops) == (1, stage, (op,))
+
+
+@interpreted
+def test_a_broken_fused_launch_is_linears(folder, layers):
+    """In bf16 the activation runs inside linear's launch, and a norm's rows come unfinished."""
+    layers.break_in(1, linear_fused_triton, "launch_gated", too_large)
+    error = diff(folder, ALL_REFERENCES, dtype="bf16", **SHORT).first_error
+    assert (error.layer, error.stage, error.ops) == (1, "gate_up", ("linear",))
 
 
 @interpreted

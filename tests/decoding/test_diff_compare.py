@@ -112,7 +112,8 @@ TOLERANCES = {
         4 * STEPS["int8"],
     ),
     "but not elsewhere": ("head", formats(kv="int8"), formats(), 4 * STEPS["fp32"]),
-    "scores": ("attention", formats(kv="fp16"), formats(), 16 * STEPS["fp16"]),
+    "scores": ("attention", formats(kv="int8"), formats(kv="int8"), 16 * STEPS["int8"]),
+    "over two pools": ("attention", formats(kv="fp16"), formats(), 32 * STEPS["fp16"]),
     "sums of 4 layers": ("down_norm", formats(), formats(), 7 * STEPS["fp32"]),
 }
 
