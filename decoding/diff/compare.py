@@ -8,8 +8,9 @@ The tolerance of a stage is 4 steps of the coarsest format in it, plus 1e-4. A s
 four times to the activations' dtype on the way to its result (a sum with its residual and norm; an
 MLP's two halves, activation and product), and another order of fp32 sums moves a row by less than
 1e-4: 2e-5 was the most between the CPU path and the references on the demo model. Attention gets 16
-steps, and 32 over pools of two formats: its exponential multiplies what rounding did to a score. Stages that hold the
-residual get one step more a square root of the sums that made it, which round in any direction.
+steps, and 32 over pools of two formats: its exponential multiplies what rounding did to a score.
+Stages that hold the residual get one step more a square root of the sums that made it, which round
+in any direction.
 A format counts where it can part the sides: the activations' dtype always, the weights' where the
 sides' differ, the pool's in what reads it, that of quantised weights in what multiplies them.
 """
