@@ -120,11 +120,21 @@ def _predictions(
         yield model.forward(batch, pool), wanted
 
 
+def fits(weights: dict[str, Any], recipe: Recipe) -> bool:
+    """Say whether the recipe's groups divide the inputs of every layer."""
+    inputs = {weight.shape[1] for name, weight in weights.items() if _is_layer(name)}
+    return recipe.group is None or all(num_in % recipe.group == 0 for num_in in inputs)
+
+
+def _is_layer(name: str) -> bool:
+    return name.rpartition(".")[2] in LINEAR and name != "head"
+
+
 def build(config: ModelConfig, weights: dict[str, Any], recipe: Recipe) -> Transformer:
     """Return the model whose linear weights are rounded as ``recipe`` says; keeps ``weights``."""
     rounded = dict(weights)
     for name, weight in weights.items():
-        if recipe.format and name.rpartition(".")[2] in LINEAR and name != "head":
+        if recipe.format and _is_layer(name):
             rounded[name] = quantize_weight(weight, recipe.format, recipe.group)
     if recipe.head:
         rounded["head"] = quantize_weight(weights.get("head", weights["embed"]), recipe.head)
@@ -189,21 +199,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of the text")
     parser.add_argument("--select", default="", help="rows whose name begins with this")
+    parser.add_argument("--text", default=str(TEXT), help="file with another text")
     parser.add_argument("--out", default=None, help="folder for the JSON")
     options = parser.parse_args(arguments)
     device, folder = resolve_device(options.device), resolve_model(options.model)
     config = ModelConfig.from_folder(folder)
     weights = load_weights(folder, config, dtype=resolve_dtype(options.dtype), device=device)
     tokenizer = read_tokenizer(folder)
-    tokens = list(tokenizer.encode(TEXT.read_text()))[: options.tokens + 1]
+    tokens = list(tokenizer.encode(Path(options.text).read_text()))[: options.tokens + 1]
     facts = header(device) | {"model": options.model, "dtype": options.dtype}
     print_header(facts)
     first, *others = RECIPES
-    recipes = [first, *(row for row in others if row.name.startswith(options.select))]
+    chosen = [row for row in others if row.name.startswith(options.select)]
+    recipes = [first, *(row for row in chosen if fits(weights, row))]
+    for row in chosen:
+        if row not in recipes:
+            print(f"{row.name}: left out, they do not divide the inputs of every layer")
     rows = measure(config, weights, tokens, recipes)
     print_table(f"Quantised weights on {len(tokens) - 1} tokens", HEADERS, [*map(cells, rows)])
     document = {
         **{"bench": "quality", **facts, "tokens": len(tokens) - 1, "window": WINDOW},
+        "text": Path(options.text).name,
         "rows": [asdict(row) for row in rows],
     }
     path = Path(options.out) if options.out else results_folder(device)

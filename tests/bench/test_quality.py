@@ -76,6 +76,13 @@ def test_control_that_differs_stops_the_bench(saved, monkeypatch):
         measure(config, weights, TOKENS, FEW)
 
 
+@pytest.mark.parametrize(
+    ("group", "is_fitting"), [(None, True), (32, True), (128, True), (96, False)]
+)
+def test_groups_that_do_not_divide_are_left_out(saved, group, is_fitting):
+    assert quality.fits(saved[1], Recipe("int4", "int4", group)) == is_fitting
+
+
 def test_recipes_and_text():
     assert RECIPES[0] == Recipe("unquantised")
     assert {row.name: row.target for row in RECIPES if row.target} == {"int8": 1.01, "int4": 1.08}
