@@ -8,9 +8,9 @@ counts:
     h_k = p_k for all k drafts
 
 The token after i < k accepted drafts comes from the residual max(0, p_i * p - q), normalised; after
-full acceptance from p. The emitted tokens have the target's distribution whatever q is; the
-expected number of accepted drafts is the largest that any rule can reach and never below the
-rejection rule's. For one draft the two rules are the same.
+full acceptance from p. The emitted tokens have the target's distribution whatever q is. The
+expected number of accepted drafts is never below the rejection rule's; for one draft, and for
+deterministic drafters, it is the same.
 
 **Shapes, Returns, Units.** As verify_rejection.py. Sampling drafters must draw with the seeds of
 ``proposal_seed``.

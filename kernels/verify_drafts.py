@@ -150,11 +150,11 @@ class Row:
 
     def log_ratio(self, place: int) -> float:
         """log p(x) - log q(x) of the draft x at ``place``; NaN if it is not usable."""
-        token, vocab_size = self.tokens[place], self.logits_LV.shape[1]
-        log_sum = float(self.logits_LV[place].logsumexp(-1))
-        if not (0 <= token < vocab_size and math.isfinite(log_sum)):
+        token = self.tokens[place]
+        if not 0 <= token < self.logits_LV.shape[1]:
             return math.nan
-        log_p = float(self.logits_LV[place, token]) - log_sum
+        p = float(self.logits_LV[place].softmax(-1)[token])  # NaN where undefined
+        log_p = math.log(p) if p else -math.inf
         if self.q_KV is None:
             return log_p
         q_V = self.q_KV[place]

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from pagedraft.kernels.philox import gumbel_noise_ref
+from pagedraft.kernels.verify import Verified
+from pagedraft.kernels.verify_block import verify_block, verify_block_ref
 from pagedraft.kernels.verify_drafts import Drafts, proposal_seed
+from pagedraft.kernels.verify_rejection import verify_rejection, verify_rejection_ref
 
 INF, NAN = float("inf"), float("nan")
+RULES = {
+    "rejection": (verify_rejection, verify_rejection_ref),
+    "block": (verify_block, verify_block_ref),
+}
+# inf - inf is the NaN that says so.
+IGNORE_INFINITY = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
 @dataclass(frozen=True)
@@ -144,3 +154,9 @@ def chi_square(observed_n: torch.Tensor, expected_n: torch.Tensor) -> float:
     statistic = ((observed_n[kept] - expected_n[kept]) ** 2 / expected_n[kept]).sum()
     freedom = int(kept.sum()) - 1
     return float((statistic - freedom) / (2 * freedom) ** 0.5)
+
+
+def assert_same(out: Verified, expected: Verified) -> None:
+    assert (out.num_accepted_R.dtype, out.next_token_R.dtype) == (torch.int32, torch.int64)
+    assert out.num_accepted_R.tolist() == expected.num_accepted_R.tolist()
+    assert out.next_token_R.tolist() == expected.next_token_R.tolist()
