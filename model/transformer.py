@@ -27,7 +27,8 @@ from pagedraft.model.rope import rope_table
 from pagedraft.model.weights import load_weights
 
 # Called with (layer, stage, result) after each stage of a layer; layer -1 is what comes before the
-# first, and num_layers what comes after the last. The result is read, never kept or changed.
+# first, and num_layers what comes after the last. A caller that changes a result in place changes
+# the run.
 Observe = Callable[[int, str, Rows], None]
 STAGES = ("embed", "input_norm", "qkv", "attention", "o_norm", "gate_up", "down_norm", "head")
 
