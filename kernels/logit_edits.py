@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 
 from pagedraft.kernels.cost import Cost
-from pagedraft.kernels.sample_batch import Penalties, SampleBatch
+from pagedraft.kernels.sample_batch import DraftPrefix, Penalties, SampleBatch
 
 
 def edit_logits_ref(logits_QV: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
@@ -68,6 +68,17 @@ def _dense(
     return dense
 
 
+def _drafts_ref(prefix: DraftPrefix, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's drafts, padded to the longest prefix, and which of these count."""
+    longest = max(prefix.lens_Q.tolist(), default=0)
+    offs_p = torch.arange(longest, device=prefix.lens_Q.device)
+    is_mine_Qp = offs_p < prefix.lens_Q[:, None]
+    place_Qp = (prefix.starts_Q[:, None] + offs_p).masked_fill(~is_mine_Qp, 0)
+    token_Qp = prefix.drafts_n[place_Qp] if longest else place_Qp.long()
+    is_mine_Qp = is_mine_Qp & (token_Qp >= 0) & (token_Qp < num_columns)
+    return token_Qp.clamp(0, num_columns - 1), is_mine_Qp
+
+
 def _penalized_ref(
     logits_QV: torch.Tensor, penalties: Penalties, request_Q: torch.Tensor
 ) -> torch.Tensor:
@@ -78,13 +89,8 @@ def _penalized_ref(
     count_QV = (seen_QV - 1).clamp(min=0)
     is_seen_QV = seen_QV > 0
     if penalties.prefix is not None:
-        prefix = penalties.prefix
-        place_n = torch.arange(prefix.drafts_n.shape[0], device=logits_QV.device)
-        end_Q = prefix.starts_Q + prefix.lens_Q
-        is_mine_Qn = (place_n >= prefix.starts_Q[:, None]) & (place_n < end_Q[:, None])
-        is_mine_Qn &= (prefix.drafts_n >= 0) & (prefix.drafts_n < num_columns)
-        token_Qn = prefix.drafts_n.clamp(0, num_columns - 1).expand_as(is_mine_Qn)
-        count_QV = count_QV.scatter_add(1, token_Qn, is_mine_Qn.to(count_QV.dtype))
+        token_Qp, is_mine_Qp = _drafts_ref(penalties.prefix, num_columns)
+        count_QV = count_QV.scatter_add(1, token_Qp, is_mine_Qp.to(count_QV.dtype))
         is_seen_QV = is_seen_QV | (count_QV > 0)
     repetition_Q1 = penalties.repetition_Q[:, None]
     repeated_QV = torch.where(logits_QV > 0, logits_QV / repetition_Q1, logits_QV * repetition_Q1)
