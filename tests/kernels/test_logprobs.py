@@ -14,8 +14,10 @@ from pagedraft.kernels.logprobs import (
     logprobs_cost,
     logprobs_ref,
 )
+from pagedraft.kernels.sample import process_logits, sample
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
 from pagedraft.tests.inputs import poisoned, randn
+from pagedraft.tests.kernels.sample_inputs import Row, plain_probabilities, sample_batch
 
 NAN, INF = float("nan"), float("inf")
 IMPLEMENTATIONS = ["triton", "cpu"]
@@ -132,6 +134,54 @@ def test_a_softmax_of_half_precision_logits_in_half_precision_is_refused() -> No
     rounded = half._replace(chosen_Q=logits_QV.log_softmax(-1).gather(1, tokens_Q[:, None])[:, 0])
     with pytest.raises(AssertionError):
         _assert_close(rounded._replace(chosen_Q=rounded.chosen_Q.float()), logits_QV, tokens_Q, 3)
+
+
+# Rows to sample with: a cut that leaves fewer than top_n tokens, edits, greedy, no token at all.
+SAMPLED_ROWS = [
+    Row(top_k=3, temperature=0.5),
+    Row(presence=1.5, output=(1, 2), bias={4: 2.0}, top_p=0.9),
+    Row(temperature=0.0, banned=(3,)),
+    Row(allowed=()),
+]
+
+
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "ref"])
+def test_raw_logits_before_sampling(implementation: str, device: torch.device) -> None:
+    """A copy made before the draw tells the raw log-probabilities of what is drawn."""
+    logits_QV = randn(4, 40, scale=2.0, device=device)
+    raw_QV = logits_QV.clone()
+    with use_implementation(implementation):
+        tokens_Q = sample(logits_QV, sample_batch(SAMPLED_ROWS, 40, device))
+        out = logprobs(raw_QV, tokens_Q, 5)
+    expected_QV = raw_QV.double().log_softmax(-1)
+    chosen_Q = expected_QV.gather(1, tokens_Q.clamp(min=0)[:, None])[:, 0].float()
+    chosen_Q[3] = NAN  # drew no token
+    torch.testing.assert_close(out.chosen_Q, chosen_Q, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert torch.equal(out.top_ids_Qn, expected_QV.topk(5).indices)
+
+
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "ref"])
+@pytest.mark.parametrize("top_n", [5, MAX_TOP_N])
+def test_processed_logits(top_n: int, implementation: str, device: torch.device) -> None:
+    """Tokens that may not be drawn come last, at -inf; a row without a token has none."""
+    logits_QV = randn(4, 40, scale=2.0, device=device)
+    probs_QV = torch.stack(
+        [plain_probabilities(x, row) for x, row in zip(logits_QV.cpu(), SAMPLED_ROWS, strict=True)]
+    )
+    sorted_QV = probs_QV.sort(dim=-1, descending=True, stable=True)
+    batch = sample_batch(SAMPLED_ROWS, 40, device)
+    with use_implementation(implementation):
+        process_logits(logits_QV, batch)
+        tokens_Q = sample(logits_QV, sample_batch([Row()] * 4, 40, device))
+        out = logprobs(logits_QV, tokens_Q, top_n)
+    expected_Qn = sorted_QV.values[:, :top_n].log().float()
+    expected_Qn[3], sorted_QV.indices[3] = NAN, -1
+    assert out.top_ids_Qn.tolist() == sorted_QV.indices[:, :top_n].tolist()
+    torch.testing.assert_close(
+        out.top_logprobs_Qn.cpu(), expected_Qn, rtol=1e-5, atol=1e-6, equal_nan=True
+    )
+    assert out.chosen_Q[:3].isfinite().all()
+    assert out.chosen_Q[2:].tolist() == pytest.approx([0.0, NAN], nan_ok=True)
 
 
 ERRORS = {
