@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from pagedraft.kernels.dispatch import use_reference
+from pagedraft.kernels.normed import Normed, finish_norm
 
 Tensors = dict[str, torch.Tensor]
 FACTOR = 2.0
@@ -49,7 +50,12 @@ def _judge(index: int, out: torch.Tensor, same: torch.Tensor, exact: torch.Tenso
 
 
 def _as_tuple(out: object) -> tuple[torch.Tensor, ...]:
-    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    """The tensors that an op returned; a Normed as the rows that its reader sees."""
+    if isinstance(out, Normed):
+        return (finish_norm(out),)
+    if isinstance(out, (tuple, list)):
+        return tuple(tensor for part in out for tensor in _as_tuple(part))
+    return (out,)
 
 
 def _copied(inputs: Tensors) -> Tensors:

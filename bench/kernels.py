@@ -26,6 +26,7 @@ from pagedraft.bench.attention_sweep import sweep
 from pagedraft.bench.ceiling import Ceiling, measure_ceiling
 from pagedraft.bench.gate import gate
 from pagedraft.bench.layer_cases import LAYER_MAKERS, KernelCase, Maker, Tensors
+from pagedraft.bench.linear_cases import linear_cases
 from pagedraft.bench.report import header, print_header, results_folder, write_json
 from pagedraft.bench.shapes import DTYPES, MODELS, STEPS, ModelShape
 from pagedraft.bench.table import print_table
@@ -34,13 +35,10 @@ from pagedraft.bench.token_cases import TOKEN_MAKERS
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import OPS, implementation
 
-MAKERS = {**LAYER_MAKERS, **TOKEN_MAKERS}
+MAKERS = {**LAYER_MAKERS, "linear": linear_cases, **TOKEN_MAKERS}
 # How often each part runs in a decode step of one layer, and once a step.
-LAYER_PARTS = (
-    *("add_norm", "qkv", "write_kv", "attention", "o"),
-    *("add_norm", "gate_up", "act", "down"),
-)
-STEP_PARTS = ("add_norm", "head", "sample")
+LAYER_PARTS = ("qkv", "write_kv", "attention", "o_norm", "gate_up_act", "down_norm")
+STEP_PARTS = ("norm", "head", "sample")
 DEFAULT_STEPS = {"cuda": "decode1,decode8,verify1,verify8,prefill", "cpu": "decode1,verify1"}
 HEADERS = ("part", "step", "us [p20 p80]", "GB/s", "TFLOP/s", "ceiling", "baseline", "us", "x")
 Row = dict[str, Any]

@@ -22,11 +22,10 @@ from pagedraft.bench.attention_cases import (
     prepare_attention,
 )
 from pagedraft.bench.shapes import ModelShape, StepShape
-from pagedraft.bench.static_calls import BLOCK_SIZE, linear_sizes
+from pagedraft.bench.static_calls import BLOCK_SIZE
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.gated_mlp import gated_mlp, gated_mlp_cost
-from pagedraft.kernels.linear import linear, linear_cost, pack_linear
 from pagedraft.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_cost
 from pagedraft.kernels.write_kv import plan_write_kv, write_kv, write_kv_cost
 
@@ -107,36 +106,6 @@ def _rms_norm(make: Maker) -> Iterator[KernelCase]:
         "add, F.rms_norm",
         lambda t: lambda: F.rms_norm(t["x"] + t["residual"], (width,), t["weight"], EPS),
     )
-
-
-def _linear(make: Maker) -> Iterator[KernelCase]:
-    sizes = linear_sizes(make.model)
-    sizes["head"] = (make.model.vocab_size, make.model.embed_dim)
-    tokens = make.step.num_tokens
-
-    def inputs(num_out: int, num_in: int) -> Tensors:
-        weight = make.randn(num_out, num_in, dtype=make.dtype, scale=num_in**-0.5)
-        return {"x": make.randn(tokens, num_in), "weight": weight}
-
-    def prepare(t: Tensors) -> Callable[[], object]:
-        packed = pack_linear(t["weight"])
-        return lambda: linear(t["x"], packed)
-
-    def baseline(t: Tensors) -> Callable[[], object]:
-        x = t["x"].to(t["weight"].dtype)
-        return lambda: F.linear(x, t["weight"])
-
-    for part, (num_out, num_in) in sizes.items():
-        weight_size = make.dtype.itemsize
-        yield make.case(
-            "linear",
-            part,
-            lambda o=num_out, i=num_in: inputs(o, i),
-            prepare,
-            linear_cost(tokens, num_in, num_out, make.itemsize, weight_size=weight_size),
-            "F.linear",
-            baseline,
-        )
 
 
 def _gated_mlp(make: Maker) -> Iterator[KernelCase]:
@@ -250,7 +219,6 @@ def _rope_and_scatter(t: Tensors, model: ModelShape) -> torch.Tensor:
 
 LAYER_MAKERS: dict[str, Callable[[Maker], Iterator[KernelCase]]] = {
     "rms_norm": _rms_norm,
-    "linear": _linear,
     "write_kv": _write_kv,
     "paged_attention": _paged_attention,
     "gated_mlp": _gated_mlp,

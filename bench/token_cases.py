@@ -13,8 +13,12 @@ from pagedraft.kernels.copy_blocks import copy_blocks, copy_blocks_cost, copy_bl
 from pagedraft.kernels.logprobs import logprobs, logprobs_cost
 from pagedraft.kernels.sample import SampleBatch, sample, sample_cost
 from pagedraft.kernels.verify import verify, verify_cost
+from pagedraft.kernels.verify_block import verify_block, verify_block_cost
+from pagedraft.kernels.verify_drafts import Drafts
+from pagedraft.kernels.verify_rejection import verify_rejection, verify_rejection_cost
 
 MAX_LOGIT_ROWS = 40
+TOP_K, TOP_P = 50, 0.9
 
 
 def _logits(make: Maker) -> Tensors:
@@ -45,6 +49,32 @@ def _sample(make: Maker) -> Iterator[KernelCase]:
         "softmax, Gumbel-max",
         lambda t: lambda: _softmax_draw(t["logits"]),
     )
+
+    def prepare_cut(t: Tensors) -> Callable[[], object]:
+        top_k = torch.full_like(t["tokens"], TOP_K, dtype=torch.int32)
+        top_p = torch.full_like(t["temperature"], TOP_P, dtype=torch.float32)
+        parameters = t["temperature"].float(), t["seed"], t["position"]
+        batch = SampleBatch(*parameters, top_k_Q=top_k, top_p_Q=top_p)
+        return lambda: sample(t["logits"], batch)
+
+    yield make.case(
+        "sample",
+        "sample_top_k_top_p",
+        lambda: _logits(make),
+        prepare_cut,
+        sample_cost(rows, make.model.vocab_size, make.itemsize, num_sampled=rows, num_cut=rows),
+        "sort, cumsum, draw",
+        lambda t: lambda: _sorted_draw(t["logits"]),
+    )
+
+
+def _sorted_draw(logits_QV: torch.Tensor) -> torch.Tensor:
+    """Top-k, then top-p by sorting the row, as plain PyTorch samplers do."""
+    logits_QV, ids_QV = logits_QV.float().sort(-1, descending=True)
+    logits_QV[:, TOP_K:] = float("-inf")
+    probs_QV = logits_QV.softmax(-1)
+    logits_QV[probs_QV.cumsum(-1) - probs_QV >= TOP_P] = float("-inf")
+    return ids_QV.gather(1, _softmax_draw(logits_QV)[:, None])[:, 0]
 
 
 def _softmax_draw(logits_QV: torch.Tensor) -> torch.Tensor:
@@ -84,6 +114,59 @@ def _verify(make: Maker) -> Iterator[KernelCase]:
         "cumprod, gather",
         baseline,
     )
+    if step.num_tokens <= MAX_LOGIT_ROWS:
+        yield from _verify_sampled(make, num_drafts)
+
+
+def _verify_sampled(make: Maker, num_drafts: int) -> Iterator[KernelCase]:
+    """The rules that compare distributions, each draft with its dense q."""
+    step, vocab_size = make.step, make.model.vocab_size
+    num_rows, total = step.num_rows, step.num_rows * num_drafts
+
+    def inputs() -> Tensors:
+        target = 3.0 * torch.randn(step.num_tokens, vocab_size, device=make.device)
+        rows = torch.arange(step.num_tokens, device=make.device).view(num_rows, -1)
+        logits = target[rows[:, :-1].flatten()]
+        q = (logits + torch.randn_like(logits)).softmax(-1)
+        starts = torch.arange(num_rows + 1, device=make.device, dtype=torch.int32) * num_drafts
+        return {"target": target, "q": q, "drafts": q.multinomial(1)[:, 0], "starts": starts}
+
+    def prepare(t: Tensors, rule: Callable[..., object]) -> Callable[[], object]:
+        seeds = 1000 + torch.arange(num_rows, device=make.device)
+        drafts = Drafts(t["drafts"], t["starts"], seeds, seeds, q_KV=t["q"])
+        return lambda: rule(t["target"], drafts)
+
+    def baseline(t: Tensors) -> Callable[[], object]:
+        return lambda: _rejection(t["target"].view(num_rows, -1, vocab_size), t["q"], t["drafts"])
+
+    cost = verify_rejection_cost, verify_block_cost
+    for part, rule, rule_cost in zip(
+        ("verify_rejection", "verify_block"), (verify_rejection, verify_block), cost, strict=True
+    ):
+        yield make.case(
+            "verify",
+            part,
+            inputs,
+            lambda t, rule=rule: prepare(t, rule),
+            rule_cost(num_rows, total, vocab_size, has_q=True),
+            "softmax, accept, multinomial",
+            baseline,
+        )
+
+
+def _rejection(
+    target_RLV: torch.Tensor, q_KV: torch.Tensor, drafts_K: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rejection rule in plain PyTorch: probabilities written, residual drawn from them."""
+    p_RLV = target_RLV.softmax(-1)
+    q_RkV = q_KV.view(p_RLV.shape[0], -1, p_RLV.shape[2])
+    drafts_Rk1 = drafts_K.view(q_RkV.shape[:2])[..., None]
+    ratio_Rk = (p_RLV[:, :-1].gather(2, drafts_Rk1) / q_RkV.gather(2, drafts_Rk1))[..., 0]
+    accepted_R = (torch.rand_like(ratio_Rk) < ratio_Rk).int().cumprod(1).sum(1)
+    residual_RLV = p_RLV.clone()
+    residual_RLV[:, :-1] = (p_RLV[:, :-1] - q_RkV).clamp(min=0)
+    rows_R = torch.arange(len(accepted_R), device=accepted_R.device)
+    return accepted_R, residual_RLV[rows_R, accepted_R].multinomial(1)[:, 0]
 
 
 def _logprobs(make: Maker) -> Iterator[KernelCase]:

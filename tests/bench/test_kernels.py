@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from pagedraft.bench.ceiling import Ceiling
-from pagedraft.bench.kernels import HEADERS, _cells, measure_case
+from pagedraft.bench.kernels import (
+    HEADERS,
+    LAYER_PARTS,
+    MAKERS,
+    STEP_PARTS,
+    _cells,
+    measure_case,
+)
 from pagedraft.bench.layer_cases import LAYER_MAKERS, Maker
 from pagedraft.bench.shapes import DTYPES, TINY, StepShape
 
@@ -46,3 +53,20 @@ def test_failing_op_has_no_time():
     assert row["problem"] == "RuntimeError: no kernel for this"
     assert "time" not in row
     assert len(_cells(row)) == len(HEADERS)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("op", MAKERS)
+@pytest.mark.usefixtures("cpu_path")
+def test_every_part_is_right_and_timed(op, step):
+    make = Maker(TINY, STEPS[step], DTYPES["bf16"], CPU)
+    rows = [measure_case(case, CPU, CEILING, 0.001) for case in MAKERS[op](make)]
+    assert rows or (op, step) == ("verify", "decode")
+    assert {row["part"]: row["problem"] for row in rows if row["problem"]} == {}
+    assert [row["part"] for row in rows if "baseline_problem" in row] == []
+
+
+def test_a_step_is_the_sum_of_parts_that_exist():
+    make = Maker(TINY, STEPS["decode"], DTYPES["fp32"], CPU)
+    parts = {case.part for op in MAKERS for case in MAKERS[op](make)}
+    assert {*LAYER_PARTS, *STEP_PARTS} <= parts
