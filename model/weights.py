@@ -15,11 +15,15 @@ from typing import Any, cast
 
 import torch
 
-from pagedraft.kernels.weight_quant import WEIGHT_FORMATS, QuantWeight, WeightFormat
+from pagedraft.kernels.weight_quant import (
+    WEIGHT_FORMATS,
+    QuantWeight,
+    WeightFormat,
+    check_weight_format,
+)
 from pagedraft.model import quantized
 from pagedraft.model.config import ModelConfig, check_folder
 from pagedraft.model.families import FAMILIES
-from pagedraft.model.kv_cache import check_fp8_arch, gpu_arch
 from pagedraft.model.quant_scheme import QuantScheme
 from pagedraft.model.weight_files import Header, OpenFile, check_headers, open_files
 
@@ -107,15 +111,8 @@ def check_weights(weights: str, config: ModelConfig, device: torch.device) -> No
             f'weights: expected "auto" or "{stored.format}", which the checkpoint stores '
             f"(quant_method {stored.method}), got {weights!r}"
         )
-    if "fp8" not in (weights, stored and stored.format):
-        return
-    try:
-        check_fp8_arch(gpu_arch(device))
-    except ValueError:
-        raise ValueError(
-            "weights: fp8 (e4m3) needs compute capability 8.9 or higher, or gfx942; "
-            '"int8" takes the same memory and runs on this device'
-        ) from None
+    for format in {weights, "auto" if stored is None else stored.format} - {"auto"}:
+        check_weight_format(cast(WeightFormat, format), device)
 
 
 def _is_linear(name: str) -> bool:

@@ -119,10 +119,17 @@ def test_inputs_that_int4_cannot_group(tmp_path):
         LLM(tmp_path / "tiny", weights="int4")
 
 
-def test_fp8_is_refused_on_an_older_gpu(folders, monkeypatch):
-    monkeypatch.setattr("pagedraft.model.weights.gpu_arch", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=r'weights: fp8 .*8\.9 .*"int8"'):
-        LLM(folders["target"], weights="fp8")
+REFUSED = {"the option": ("target", "fp8"), "a checkpoint": ("gptq", "auto")}
+
+
+@pytest.mark.parametrize(("name", "weights"), REFUSED.values(), ids=REFUSED)
+def test_a_format_that_the_device_lacks(folders, monkeypatch, name, weights):
+    def refuse(format, device):
+        raise ValueError(f"{device} has no {format}")
+
+    monkeypatch.setattr("pagedraft.model.weights.check_weight_format", refuse)
+    with pytest.raises(ValueError, match="cpu has no (fp8|int4)"):
+        LLM(folders[name], weights=weights, device="cpu")
 
 
 @pytest.mark.usefixtures("cpu_path")
