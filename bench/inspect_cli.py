@@ -74,8 +74,13 @@ def inspect(
     is_compiled: bool = True,
     num_processes: int | None = None,
 ) -> Inspection:
-    """Record the steps, price them, and compile what they launch for the named targets."""
+    """Record the steps, price them, and compile what they launch for the named targets.
+
+    Targets that do not know fp8 are left out where it is asked for; ValueError if none is left.
+    """
     names = [name for name in target_names if not setup.needs_fp8 or name in FP8_TARGETS]
+    if not names:
+        raise ValueError(f"targets: fp8 compiles for {list(FP8_TARGETS)} only, int8 for all")
     targets = {name: TARGETS[name] for name in names}
     traces = [trace for step in steps for trace in record_step(setup, step, targets)]
     launches = distinct_launches(traces) if is_compiled else []

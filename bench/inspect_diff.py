@@ -6,7 +6,8 @@ is still found. Figures of steps and targets that only one document has are left
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,16 +41,21 @@ FIGURES: Mapping[str, bool | None] = {
 MARKS = {True: "worse", False: "better", None: ""}
 
 Key = tuple[str, str, str]  # kernel, case, target
+_FIELD = re.compile(r"(\w+)=([^,()]+)")  # of a dataclass as text
 
 
 @dataclass(frozen=True)
 class Change:
-    """One figure that differs; ``is_worse`` is None where neither is better."""
+    """One figure that differs; ``is_worse`` is None where neither is better.
+
+    is_constexpr: whether the source asks for it, not the compiler's result.
+    """
 
     name: str
     old: Any
     new: Any
     is_worse: bool | None
+    is_constexpr: bool = False
 
     def __str__(self) -> str:
         mark = f" ({MARKS[self.is_worse]})" if MARKS[self.is_worse] else ""
@@ -128,11 +134,20 @@ def _row_changes(old: dict[str, Any], new: dict[str, Any]) -> Iterator[Change]:
     for name, less_is_better in FIGURES.items():
         if old.get(name) != new.get(name):
             yield _change(name, old.get(name), new.get(name), less_is_better)
-    names = dict.fromkeys([*old["constexprs"], *new["constexprs"]])
-    for name in names:
-        before, after = (row["constexprs"].get(name, "absent") for row in (old, new))
-        if before != after:
-            yield Change(name, before, after, None)
+    before, after = (_fields(row["constexprs"]) for row in (old, new))
+    for name in dict.fromkeys([*before, *after]):
+        values = before.get(name, "absent"), after.get(name, "absent")
+        if values[0] != values[1]:
+            yield Change(name, *values, None, is_constexpr=True)
+
+
+def _fields(constexprs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return constexprs by name, those that are dataclasses by their fields."""
+    found: dict[str, Any] = {}
+    for name, value in constexprs.items():
+        fields = _FIELD.findall(value) if isinstance(value, str) else []
+        found |= {f"{name}.{field}": text for field, text in fields} if fields else {name: value}
+    return found
 
 
 def _change(name: str, old: Any, new: Any, less_is_better: bool | None) -> Change:
@@ -199,7 +214,7 @@ def regressions(base: Document, fresh: Document) -> list[str]:
         more = [c for c in changed if c.name == "launches" and c.is_worse and part != "model"]
         kernels = [c for c in changed if c.name == "kernels" and c.new]
         lines += [
-            f"{step}, {part.replace('_', ' ')}: {change.new} launches, the baseline has "
+            f"{step}, {part.replace('_', ' ')}: {change.new} launches, the base has "
             f"{change.old}" + "".join(f"; new: {c.new}" for c in kernels)
             for change in more
         ]
@@ -212,7 +227,7 @@ def _faults(target: str, old: dict[str, Any] | None, row: dict[str, Any]) -> Ite
         return
     allowed = old.get("spill_bytes", 0) if old else 0
     if row["spill_bytes"] > allowed:
-        of = f"the baseline has {allowed}" if old else "a kernel that the baseline does not have"
+        of = f"the base has {allowed}" if old else "a kernel that the base does not have"
         yield f"spills {row['spill_bytes']} bytes a thread, {of}"
     limit = SHARED_LIMITS[target]
     if row["shared"] > limit:
@@ -231,15 +246,11 @@ def print_diff(diff: Diff, base_name: str) -> None:
         print(f"  not compared: {what}")
     for where, changes in diff.steps.items():
         print(f"  {where}: {'; '.join(map(str, changes))}")
-    grouped: dict[tuple[str, str, str], list[str]] = {}
-    for (kernel, case, target), changes in diff.kernels.items():
-        text = "; ".join(map(str, changes))
-        grouped.setdefault((kernel, target, text), []).append(case)
-    for (kernel, target, text), cases in grouped.items():
-        print(f"  {kernel} {target} [{', '.join(cases)}]: {text}")
+    for kernel, text, where in _grouped(diff.kernels):
+        print(f"  {kernel} {where}: {text}")
     for word, keys in (("new", diff.new), ("gone", diff.gone)):
-        for name, places in _by_kernel(keys).items():
-            print(f"  {word}: {name}: {places}")
+        for kernel, _, where in _grouped(dict.fromkeys(keys, ())):
+            print(f"  {word}: {kernel} {where}")
     if diff.is_empty:
         print("  nothing changed")
     else:
@@ -247,14 +258,23 @@ def print_diff(diff: Diff, base_name: str) -> None:
         print(f"  kernels, cases and steps with a figure that is worse or better: {counts}")
 
 
-def _by_kernel(keys: list[Key]) -> dict[str, str]:
-    grouped: dict[str, dict[str, list[str]]] = {}
-    for kernel, case, target in keys:
-        grouped.setdefault(kernel, {}).setdefault(case, []).append(target)
-    return {
-        kernel: "; ".join(f"{case} ({', '.join(targets)})" for case, targets in cases.items())
-        for kernel, cases in grouped.items()
-    }
+def _grouped(
+    kernels: Mapping[Key, Sequence[Change]],
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (kernel, changes, where), equal changes once; what the source asks for first."""
+    found: dict[tuple[str, bool, str], dict[str, list[str]]] = {}
+    for (kernel, case, target), changes in kernels.items():
+        for is_constexpr in (True, False):
+            chosen = [change for change in changes if change.is_constexpr == is_constexpr]
+            if chosen or (is_constexpr and not changes):
+                text = "; ".join(map(str, chosen))
+                cases = found.setdefault((kernel, not is_constexpr, text), {})
+                cases.setdefault(case, []).append(target)
+    for (kernel, _, text), cases in sorted(found.items()):
+        places: dict[str, list[str]] = {}
+        for case, targets in cases.items():
+            places.setdefault(", ".join(targets), []).append(case)
+        yield kernel, text, "; ".join(f"[{', '.join(c)}] {t}" for t, c in places.items())
 
 
 def _shown(value: Any) -> str:

@@ -17,6 +17,7 @@ BAD = {
     "target": (["--targets", "sm_70"], "unknown ['sm_70']"),
     "layers": (["--layers", "1"], "expected 2 or more, got 1"),
     "model": (["--model", "nowhere"], "nowhere: no such folder"),
+    "fp8": (["--weights", "fp8", "--targets", "sm_80"], "int8 for all"),
     "base": (["--base", "nowhere.json"], "nowhere.json"),
 }
 

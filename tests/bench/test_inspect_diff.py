@@ -39,7 +39,11 @@ def document() -> Document:
         },
     }
     kernel = {
-        **{"op": "linear", "kernel": "_linear_kernel", "constexprs": {"BLOCK_O": 32}},
+        **{
+            "op": "linear",
+            "kernel": "_linear_kernel",
+            "constexprs": {"tile": "Tile(rows=16, step=64)"},
+        },
         "cases": ["decode1@1024/o_norm", "decode1@1024/qkv"],
         "targets": {"sm_80": figures(), "sm_90": figures()},
     }
@@ -64,7 +68,7 @@ def one_more_launch(fresh: Document) -> None:
 
 
 def other_constexpr(fresh: Document) -> None:
-    fresh["kernels"][0]["constexprs"] = {"BLOCK_O": 64, "GROUP": 8}
+    fresh["kernels"][0]["constexprs"] = {"tile": "Tile(rows=16, step=128)", "GROUP": 8}
 
 
 def other_kernel(fresh: Document) -> None:
@@ -84,7 +88,10 @@ def edited(edit: Callable[[Document], None]) -> Document:
 
 # An edit -> what the printed diff says of it.
 CHANGES = {
-    "more registers": (on_sm_90(registers=80), r"sm_90 \[.*qkv\]: registers 64 -> 80 \(worse\)"),
+    "more registers": (
+        on_sm_90(registers=80),
+        r"\[.*qkv\] sm_90: registers 64 -> 80 \(worse\)",
+    ),
     "fewer registers": (on_sm_90(registers=60), r"registers 64 -> 60 \(better\)"),
     "a spill": (on_sm_90(spill_bytes=16), r"spill_bytes 0 -> 16 \(worse\)"),
     "narrower loads": (on_sm_90(loads={"32": 32}), r"loads 128:8 -> 32:32"),
@@ -92,8 +99,11 @@ CHANGES = {
     "less executed": (on_sm_90(executed={"decode1@1024/qkv": 800}), r"executed 900 -> 800 \(bett"),
     "KV bytes": (on_sm_90(kv_bytes={"decode1@1024/qkv": 24.0}), r"kv_bytes none -> 24.0"),
     "a failed check": (on_sm_90(problem="spills"), r"problem none -> spills"),
-    "other constexprs": (other_constexpr, r"BLOCK_O 32 -> 64; GROUP absent -> 8"),
-    "another kernel": (other_kernel, r"new: _better_kernel: [\s\S]*gone: _linear_kernel: "),
+    "other constexprs": (
+        other_constexpr,
+        r"sm_80, sm_90: tile.step 64 -> 128; GROUP absent -> 8",
+    ),
+    "another kernel": (other_kernel, r"new: _better_kernel \[.*\s+gone: _linear_kernel \["),
     "one launch more": (one_more_launch, r"layer: launches 2 -> 3 \(worse\);.* none -> qkv/clone"),
     "a target less": (without_a_target, r"not compared: target sm_80 \(only in the base\)"),
 }
@@ -135,9 +145,9 @@ def does_not_compile(fresh: Document) -> None:
 
 # An edit -> what CI says of it, or None where it lets it pass.
 JUDGED = {
-    "a spill": (on_sm_90(spill_bytes=16), "spills 16 bytes a thread, the baseline has 0"),
+    "a spill": (on_sm_90(spill_bytes=16), "spills 16 bytes a thread, the base has 0"),
     "shared memory": (on_sm_90(shared=300000), "takes 300000 bytes of shared memory, sm_90 has"),
-    "one launch more": (one_more_launch, "layer: 3 launches, the baseline has 2; new: qkv/clone"),
+    "one launch more": (one_more_launch, "layer: 3 launches, the base has 2; new: qkv/clone"),
     "no code": (does_not_compile, "sm_90 in decode1@1024/o_norm: does not compile: no"),
     "registers": (on_sm_90(registers=80), None),
     "another kernel": (other_kernel, None),
@@ -161,7 +171,7 @@ def test_fewer_launches_and_spills_pass():
 def test_a_new_kernel_may_not_spill():
     fresh = edited(other_kernel)
     fresh["kernels"][0]["targets"]["sm_90"]["spill_bytes"] = 8
-    assert "a kernel that the baseline does not have" in regressions(document(), fresh)[0]
+    assert "a kernel that the base does not have" in regressions(document(), fresh)[0]
 
 
 def test_document_survives_the_file(tmp_path):
