@@ -49,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(generate)
     generate.add_argument("--max-tokens", type=int, default=256, help="longest answer (256)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    generate.add_argument("--top-k", type=int, default=None, help="draw from the k likeliest")
+    generate.add_argument("--top-p", type=float, default=None, help="draw from the likeliest p")
+    generate.add_argument("--min-p", type=float, default=None, help="least relative probability")
+    generate.add_argument(
+        "--repetition-penalty", type=float, default=None, help="above 1: repeat less"
+    )
     generate.add_argument("--seed", type=int, default=None, help="fixes the sampling noise")
     generate.add_argument(
         "--raw", action="store_true", help="continue the text; do not use the chat template"
@@ -105,7 +111,13 @@ def _demo(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
     )
     llm = _load(args)
     if llm.tokenizer is None:

@@ -47,8 +47,16 @@ def test_the_demo_notices_a_difference(llm, capsys, monkeypatch):
     assert "identical output: no" in capsys.readouterr().out
 
 
+OPTIONS = {
+    "plain": [],
+    "int8_kv": ["--kv-dtype", "int8"],
+    "int8_weights": ["--weights", "int8"],
+    "likeliest_token": "--temperature 1 --top-k 1 --top-p 0.9 --min-p 0.1".split(),
+}
+
+
 @pytest.mark.demo_model
-@pytest.mark.parametrize("options", [[], ["--kv-dtype", "int8"]], ids=["float", "int8"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_generate_prints_the_answer(capsys, options):
     arguments = ["generate", "What is the capital of France?", "--max-tokens", "12"]
     assert main([*arguments, "--device", "cpu", "--kv-tokens", "512", *options]) == 0
@@ -70,6 +78,9 @@ def test_errors_are_one_line_and_status_2(tmp_path, capsys):
     [
         (["--max-tokens", "0"], "max_tokens: expected an integer >= 1, got 0"),
         (["--temperature", "-1"], "temperature: expected from 0 to 1000000, got -1.0"),
+        (["--top-p", "0"], "top_p: expected above 0 to 1, got 0.0"),
+        (["--repetition-penalty", "0"], "repetition_penalty: expected above 0 to 1000000, got 0"),
+        (["--weights", "int3"], "weights: expected one of"),
         (["--device", "cuda"], "there is no CUDA device"),
         (["--dtype", "int3"], "dtype: expected one of"),
         (["--kv-dtype", "int4"], "kv_dtype: expected one of"),
