@@ -57,42 +57,38 @@ class LinearConfig(NamedTuple):
         return triton.cdiv(self.tile.num_in, self.tile.block_i * self.tile.unroll)
 
 
+# Shared memory for the stages of one program: all of gfx942's, sm_86's less some for the rest.
+STAGE_BYTES, STAGE_BYTES_HIP = 96 * 1024, 64 * 1024
+
+
 @lru_cache(maxsize=256)
-def _config(
-    num_in: int,
-    num_out: int,
-    block: tuple[int, int, int],
-    group_t: int,
-    unroll: int,
-    num_warps: int,
-    num_stages: int,
+def linear_config(
+    num_rows: int, num_in: int, num_out: int, element_size: int, is_hip: bool = False
 ) -> LinearConfig:
-    return LinearConfig(LinearTile(num_out, num_in, *block, unroll, group_t), num_warps, num_stages)
-
-
-def linear_config(num_rows: int, num_in: int, num_out: int, element_size: int) -> LinearConfig:
     """Return the tile for ``num_rows`` rows; block_i never depends on them (exactness).
 
     No tile compiles to HGMMA, whose sums may differ from HMMA's: on sm_90 that takes 64 rows and a
-    multiple of 4 warps, so 64-row tiles have 2. At most 64 KB of shared memory (gfx942).
+    multiple of 4 warps, so 64-row tiles have 2.
     Few rows: 32 outputs a program give 128 programs for 4096 outputs, about one a multiprocessor;
-    two steps a trip where that needs no mask, for fewer instructions a weight byte (KERNELS.md);
-    stages keep 32 KB of weights under way. Thresholds follow from offline compiles, not from a GPU
-    run.
+    stages keep 32 KB of weights under way for 16 rows. Two steps a trip where that needs no mask:
+    38 to 45 weight bytes a warp instruction on sm_90 for 16 rows, one step gives 31. Two warps for
+    32x32, where four would do each other's products in trips of two steps. Thresholds follow from
+    offline compiles, not from a GPU run.
     """
-    sizes = num_in, num_out
     if element_size == 4:
-        block_t = 16 if num_rows <= 16 else 32
-        return _config(*sizes, (block_t, 32, 32), 1 if num_rows <= block_t else 8, 1, 4, 2)
-    block_o = 32 if num_out <= 8192 else 64
-    unroll = 2 if num_in % 128 == 0 else 1
-    if num_rows <= 16:
-        warps, stages = (2, 6) if block_o == 32 else (4, 4)
-        return _config(*sizes, (16, block_o, 64), 1, unroll, warps, stages)
-    # 64-row tiles spill without 16-byte loads, 64x128 also without 16-byte stores (sm_80, sm_90).
-    if num_rows <= 32 or num_in % 16:
-        group_t = 1 if num_rows <= 32 else 8
-        return _config(*sizes, (32, block_o, 64), group_t, unroll, 4, 5 if block_o == 32 else 3)
-    if num_rows <= 64:
-        return _config(*sizes, (64, block_o, 64), 1, 1, 2, 6 if block_o == 32 else 4)
-    return _config(*sizes, (64, 64 if num_out % 16 else 128, 64), 8, 1, 2, 3)
+        block, warps, stages = (16 if num_rows <= 16 else 32, 32, 32), 4, 2
+    elif num_rows <= 16:
+        block, warps, stages = ((16, 32, 64), 2, 6) if num_out <= 8192 else ((16, 64, 64), 4, 4)
+    elif num_rows <= 32 or num_in % 16:  # 64-row tiles spill without 16-byte loads
+        block, warps, stages = ((32, 32, 64), 2, 5) if num_out <= 8192 else ((32, 64, 64), 4, 3)
+    elif num_rows <= 64:
+        block, warps, stages = ((64, 32, 64), 2, 4) if num_out <= 8192 else ((64, 64, 64), 2, 3)
+    else:  # 64x128 spills without 16-byte stores
+        block, warps, stages = (64, 64 if num_out % 16 else 128, 64), 2, 3
+    block_t, block_o, block_i = block
+    is_pair = element_size == 2 and num_in % (2 * block_i) == 0 and num_rows <= 64
+    unroll = 2 if is_pair else 1
+    group_t = 1 if num_rows <= block_t else 8
+    stage_bytes = (block_t + block_o) * block_i * unroll * element_size
+    stages = min(stages, 1 + (STAGE_BYTES_HIP if is_hip else STAGE_BYTES) // stage_bytes)
+    return LinearConfig(LinearTile(num_out, num_in, *block, unroll, group_t), warps, stages)

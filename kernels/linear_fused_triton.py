@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from pagedraft.kernels.gated_mlp import Activation, gated
-from pagedraft.kernels.linear_config import linear_config
 from pagedraft.kernels.linear_triton import (
     add_terms,
+    config_of,
     first_of_tile,
     grid_of,
     launch_options,
@@ -108,11 +108,11 @@ def launch_gated(
 ) -> torch.Tensor:
     """Return activation(gate) * up [T, F] of the rows of ``weight_OI`` [2F, I]: gates, then ups."""
     rows_TI, squares_TP, eps = rows_of(x)
-    num_rows, (num_out, num_in) = rows_TI.shape[0], weight_OI.shape
+    num_rows, num_out = rows_TI.shape[0], weight_OI.shape[0]
     y_TF = rows_TI.new_empty(num_rows, num_out // 2)
     if num_rows == 0:
         return y_TF
-    config = linear_config(num_rows, num_in, num_out, rows_TI.element_size())
+    config = config_of(rows_TI, num_out)
     _gated_linear_kernel[grid_of(num_rows, config)](
         *(rows_TI, squares_TP, weight_OI, bias_O, y_TF),
         *(num_rows, config.num_trips, rows_TI.stride(0), eps),
@@ -132,14 +132,14 @@ def launch_add_norm(
 ) -> tuple[Normed, torch.Tensor]:
     """Return (the normed rows before their factor, sum_TE = x Wt (+ bias) + residual)."""
     x_TI, _, _ = rows_of(x_TI)
-    num_rows, (num_out, num_in) = x_TI.shape[0], weight_EI.shape
+    num_rows, num_out = x_TI.shape[0], weight_EI.shape[0]
     sum_TE, rows_TE = (x_TI.new_empty(num_rows, num_out) for _ in range(2))
     num_parts = triton.cdiv(num_out, SQUARE_COLUMNS)
     squares_TP = x_TI.new_empty(num_rows, num_parts, dtype=torch.float32)
     if num_rows:
         if residual_TE.stride(1) != 1:
             residual_TE = residual_TE.contiguous()
-        config = linear_config(num_rows, num_in, num_out, x_TI.element_size())
+        config = config_of(x_TI, num_out)
         _linear_add_norm_kernel[grid_of(num_rows, config)](
             *(x_TI, weight_EI, bias_E, residual_TE, norm_weight_E, sum_TE, rows_TE, squares_TP),
             *(num_rows, config.num_trips, x_TI.stride(0), residual_TE.stride(0), config.tile),

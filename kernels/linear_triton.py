@@ -206,6 +206,13 @@ def _linear_kernel(
     store_tile(y_ptr, acc, first_t, first_o, num_rows, tile.num_out)
 
 
+def config_of(x_TI: torch.Tensor, num_out: int) -> LinearConfig:
+    """Return tile and options for a product of x and a weight of ``num_out`` rows."""
+    num_rows, num_in = x_TI.shape
+    is_hip = torch.version.hip is not None
+    return linear_config(num_rows, num_in, num_out, x_TI.element_size(), is_hip)
+
+
 def grid_of(num_rows: int, config: LinearConfig) -> tuple[int, int]:
     """Return the programs of a launch: one a tile."""
     return triton.cdiv(num_rows, config.tile.block_t) * config.tile.num_tiles_o, 1
@@ -244,13 +251,13 @@ def launch(
 ) -> torch.Tensor:
     """Return y [T, O] = x Wt (+ bias) (+ residual) in ``out_dtype``."""
     rows_TI, squares_TP, eps = rows_of(x)
-    num_rows, (num_out, num_in) = rows_TI.shape[0], weight_OI.shape
+    num_rows, num_out = rows_TI.shape[0], weight_OI.shape[0]
     y_TO = rows_TI.new_empty(num_rows, num_out, dtype=out_dtype)
     if num_rows == 0:
         return y_TO
     if residual_TO is not None and residual_TO.stride(1) != 1:
         residual_TO = residual_TO.contiguous()
-    config = linear_config(num_rows, num_in, num_out, rows_TI.element_size())
+    config = config_of(rows_TI, num_out)
     _linear_kernel[grid_of(num_rows, config)](
         *(rows_TI, squares_TP, weight_OI, bias_O, residual_TO, y_TO),
         *(num_rows, config.num_trips, rows_TI.stride(0)),

@@ -174,7 +174,10 @@ def test_config_keeps_one_step_and_one_mma_class(
     assert tile.group_t > 1 or num_rows <= tile.block_t
     assert tile.block_o % SQUARE_COLUMNS == 0
     stage = (tile.block_t + tile.block_o) * tile.block_i * tile.unroll * element_size
-    assert stage * (config.num_stages - 1) <= 64 * 1024
+    assert stage * (config.num_stages - 1) <= 96 * 1024
+    on_hip = linear_config(num_rows, num_in, num_out, element_size, is_hip=True)
+    assert on_hip.tile == tile
+    assert stage * (on_hip.num_stages - 1) <= 64 * 1024
 
 
 @pytest.mark.parametrize("num_out", [4096, 28672])
