@@ -196,8 +196,8 @@ def test_kernel_writes_only_its_output_and_takes_strided_rows(
 ) -> None:
     weight = weight_of(*FORMATS[form], 37, device)
     packed = pack_linear(weight, dtype=FP16)
-    wide_TC = randn(19, 500, dtype=FP16, device=device)
-    x_TI, residual_TO = wide_TC[:, 3 : 3 + weight.num_in], wide_TC[:, 400:437]
+    wide_TC = randn(19, 600, dtype=FP16, device=device)
+    x_TI, residual_TO = wide_TC[:, 3 : 3 + weight.num_in], wide_TC[:, 520:557]
     guarded = Guarded(19, 37, dtype=FP16, device=device)
     stock = torch.Tensor.new_empty
 
