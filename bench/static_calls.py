@@ -25,6 +25,7 @@ from pagedraft.bench.shapes import (
     StepShape,
 )
 from pagedraft.bench.static_attention_calls import CACHE_DTYPES, FP8_TARGETS, attention_calls
+from pagedraft.bench.static_linear_calls import linear_calls
 from pagedraft.kernels.dispatch import OPS
 
 BLOCK_SIZE = 64
@@ -94,18 +95,14 @@ def linear_sizes(model: ModelShape) -> dict[str, tuple[int, int]]:
     }
 
 
+def model_weights(model: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return (out, in) features of those, of half of gate_up and of the head."""
+    others = {"up": (model.mlp_dim, model.embed_dim), "head": (model.vocab_size, model.embed_dim)}
+    return linear_sizes(model) | others
+
+
 def _linear(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
-    def run(num_out: int, num_in: int, has_residual: bool) -> None:
-        from pagedraft.kernels.linear import linear, pack_linear
-
-        packed = pack_linear(torch.empty(num_out, num_in, dtype=dtype))
-        x_TI = torch.empty(step.num_tokens, num_in, dtype=dtype)
-        residual_TO = torch.empty(step.num_tokens, num_out, dtype=dtype) if has_residual else None
-        linear(x_TI, packed, residual_TO=residual_TO)
-
-    for name, (num_out, num_in) in linear_sizes(model).items():
-        has_residual = name in ("o", "down")
-        yield f"-{name}", lambda o=num_out, i=num_in, r=has_residual: run(o, i, r)
+    yield from linear_calls(model_weights(model), step.num_tokens, dtype)
 
 
 def step_tensors(model: ModelShape, step: StepShape, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ import triton
 
 from pagedraft.bench.attention_static import AttentionCode, is_attention
 from pagedraft.bench.control_flow import Instruction
+from pagedraft.bench.linear_static import LinearCode, is_linear, weight_floor
 from pagedraft.bench.record import Launch
 from pagedraft.bench.sass import MachineCode
 from pagedraft.bench.ttir import constant_masks, narrow_products
@@ -69,6 +70,20 @@ class Compiled:
         return AttentionCode(self.launch, self.instructions, self.num_warps)
 
     @cached_property
+    def linear(self) -> LinearCode | None:
+        """The kernel as one that multiplies by a dense 16-bit weight, None if it does not."""
+        if not is_linear(self.launch):
+            return None
+        return LinearCode(self.launch, self.instructions, self.num_warps)
+
+    @cached_property
+    def weight_bytes(self) -> float | None:
+        """Weight bytes a warp instruction; None where there is nothing to count."""
+        if self.linear is None or not self.is_nvidia:
+            return None
+        return self.linear.weight_bytes_per_instruction()
+
+    @cached_property
     def kv_bytes(self) -> dict[str, float]:
         """KV bytes a warp instruction by case; empty where there is nothing to count."""
         if self.attention is None or not self.is_nvidia or not self.is_narrow:
@@ -93,6 +108,9 @@ def _spill(compiled: Compiled) -> Iterator[str]:
         yield f"spills {compiled.code.spill_bytes} bytes a thread of {allowed}"
     if code and compiled.is_nvidia and any(code.spills()):
         yield f"{code.spills()} spill loads and stores in the loops over keys, expected none"
+    if compiled.linear and compiled.is_nvidia and compiled.linear.spills():
+        found = compiled.linear.spills()
+        yield f"{found} spill loads and stores in the loop over inputs, expected none"
 
 
 def _tf32(compiled: Compiled) -> Iterator[str]:
@@ -101,8 +119,12 @@ def _tf32(compiled: Compiled) -> Iterator[str]:
 
 
 def _tensor_cores(compiled: Compiled) -> Iterator[str]:
-    if compiled.attention and compiled.is_narrow and not compiled.code.mma:
+    is_matmul = compiled.attention or compiled.linear
+    if is_matmul and compiled.is_narrow and not compiled.code.mma:
         yield "no tensor-core instruction, expected 16-bit products on tensor cores"
+    others = sorted(set(compiled.code.mma) - {"HMMA"})
+    if compiled.linear and compiled.is_nvidia and others:
+        yield f"products in {', '.join(others)}, expected HMMA, whose sums all tiles share"
 
 
 def _wide_loads(compiled: Compiled) -> Iterator[str]:
@@ -124,6 +146,23 @@ def _wide_loads(compiled: Compiled) -> Iterator[str]:
                 f"loop {number} over keys: {min_bits // 8}-byte loads carry {found:.2f} of a "
                 f"tile's keys and values, expected all; a thread loads {shown or 'nothing'}"
             )
+
+
+def _wide_weight_loads(compiled: Compiled) -> Iterator[str]:
+    """Rows and weights come in 16-byte loads, where the weight's rows are multiples of a step."""
+    code = compiled.linear
+    if code is None or not compiled.is_nvidia or code.tile.num_in % code.tile.block_i:
+        return
+    if code.wide_share() < 1:
+        yield f"16-byte loads carry {code.wide_share():.2f} of rows and weights, expected all"
+
+
+def _weight_bytes(compiled: Compiled) -> Iterator[str]:
+    found, floor = compiled.weight_bytes, weight_floor(TRITON_VERSION)
+    if found is None or floor is None or compiled.launch.target != FLOOR_TARGET:
+        return
+    if compiled.linear and compiled.linear.is_floored and found < floor:
+        yield f"{found:.1f} weight bytes a warp instruction, expected {floor:g}"
 
 
 def _addresses(compiled: Compiled) -> Iterator[str]:
@@ -154,6 +193,8 @@ CHECKS: tuple[Callable[[Compiled], Iterator[str]], ...] = (
     _tf32,
     _tensor_cores,
     _wide_loads,
+    _wide_weight_loads,
+    _weight_bytes,
     _addresses,
     _masks,
     _kv_bytes,
