@@ -28,8 +28,18 @@ _INF = np.float32(np.inf)
 # From here on a token's mass is 0.
 _MASS_RANGE = np.float32(MAX_HALVINGS / LOG2_E)
 # Top-p looks up to here first: in most rows the wanted mass is near the top.
-_NEAR = np.float32(4.0)
+_NEAR = np.float32(8.0)
 _BINS_PER_UNIT = np.float32(16.0)  # a power of two: products keep their order
+
+
+class _Scratch:
+    """Memory for one row at a time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.distance_V, self.rest_V, self.whole_V, self.total_V = np.empty(
+            (4, vocab_size), np.float32
+        )
+        self.mass_V, self.halvings_V = np.empty((2, vocab_size), np.int32)
 
 
 @dataclass(frozen=True)
@@ -40,19 +50,26 @@ class _Row:
     inverse: np.float32
     top: np.float32
     nearest_C: np.ndarray
+    scratch: _Scratch
 
     def distances(self, limit: np.float32) -> np.ndarray:
-        """Distances of at most ``limit`` in id order, and others between them."""
+        """Distances of at most ``limit`` in id order, and others between them; scratch."""
         chunk_n = (self.nearest_C <= limit).nonzero()[0]
-        if len(chunk_n) == len(self.nearest_C):
-            return self.top - self.logits_V * self.inverse
+        logits_n = self.logits_V
+        if len(chunk_n) < len(self.nearest_C):
+            logits_n = self._chunks(chunk_n)
+        distance_n = self.scratch.distance_V[: len(logits_n)]
+        np.multiply(logits_n, self.inverse, out=distance_n)
+        return np.subtract(self.top, distance_n, out=distance_n)
+
+    def _chunks(self, chunk_n: np.ndarray) -> np.ndarray:
         num_whole = len(self.logits_V) // NOISE_CHUNK
         whole_n = chunk_n[chunk_n < num_whole]
         chunks_CL = self.logits_V[: num_whole * NOISE_CHUNK].reshape(num_whole, NOISE_CHUNK)
         logits_n = chunks_CL[whole_n].ravel()
-        if len(whole_n) < len(chunk_n):
-            logits_n = np.concatenate([logits_n, self.logits_V[num_whole * NOISE_CHUNK :]])
-        return self.top - logits_n * self.inverse
+        if len(whole_n) == len(chunk_n):
+            return logits_n
+        return np.concatenate([logits_n, self.logits_V[num_whole * NOISE_CHUNK :]])
 
 
 def truncate_cpu(
@@ -77,12 +94,13 @@ def truncate_cpu(
         top_k_S = batch.top_k_Q.numpy()[row_S]
     if batch.top_p_Q is not None:
         top_p_S = batch.top_p_Q.numpy()[row_S]
+    scratch = _Scratch(logits_QV.shape[1])
     for s in range(len(row_S)):
         if not np.isfinite(top_S[s]):
             cut_S[s] = _INF
             continue
         logits_V = logits_QV[row_S[s]].numpy()
-        row = _Row(logits_V, inverse_S[s], top_S[s], top_S[s] - scaled_SC[s])
+        row = _Row(logits_V, inverse_S[s], top_S[s], top_S[s] - scaled_SC[s], scratch)
         if 1 <= top_k_S[s] < len(logits_V):
             cut_S[s] = _top_k_cut(row, int(top_k_S[s]), cut_S[s])
         if top_p_S[s] < 1:
@@ -105,7 +123,7 @@ def _top_k_cut(row: _Row, top_k: int, cut: np.float32) -> np.float32:
 def _top_p_cut(row: _Row, top_p: float, cut: np.float32) -> np.float32:
     """The smallest distance within which the wanted share of the mass within ``cut`` lies."""
     distance_n = row.distances(min(cut, _MASS_RANGE))
-    mass_n = _mass(distance_n)
+    mass_n = _mass(distance_n, row.scratch)
     if cut < _MASS_RANGE:
         mass_n[distance_n > cut] = 0
     share = int(max(top_p, 0.0) * 2.0**SHARE_BITS)
@@ -124,17 +142,21 @@ def _top_p_cut(row: _Row, top_p: float, cut: np.float32) -> np.float32:
     return distance_n[inside_n[place]]
 
 
-def _mass(distance_n: np.ndarray) -> np.ndarray:
-    """``mass_ref`` as int32, with few temporaries."""
-    rest_n = distance_n * np.float32(LOG2_E)
+def _mass(distance_n: np.ndarray, scratch: _Scratch) -> np.ndarray:
+    """``mass_ref`` as int32; scratch."""
+    own = slice(len(distance_n))
+    rest_n, whole_n, total_n = scratch.rest_V[own], scratch.whole_V[own], scratch.total_V[own]
+    mass_n, halvings_n = scratch.mass_V[own], scratch.halvings_V[own]
+    np.multiply(distance_n, np.float32(LOG2_E), out=rest_n)
     np.minimum(rest_n, np.float32(MAX_HALVINGS), out=rest_n)
-    whole_n = np.floor(rest_n)
+    np.floor(rest_n, out=whole_n)
     rest_n -= whole_n
-    total_n = rest_n * np.float32(MASS_POLYNOMIAL[-1])
+    np.multiply(rest_n, np.float32(MASS_POLYNOMIAL[-1]), out=total_n)
     for coefficient in MASS_POLYNOMIAL[-2:0:-1]:
         total_n += np.float32(coefficient)
         total_n *= rest_n
     total_n += np.float32(MASS_POLYNOMIAL[0])
-    mass_n = total_n.astype(np.int32)
-    mass_n >>= whole_n.astype(np.int32)
+    np.copyto(mass_n, total_n, casting="unsafe")  # rounds towards 0
+    np.copyto(halvings_n, whole_n, casting="unsafe")
+    mass_n >>= halvings_n
     return mass_n

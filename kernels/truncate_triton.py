@@ -6,7 +6,10 @@ those become the search's bounds, so that it ends after about half of the 31 ste
 alone may take.
 
 **Cost.** After the first reading of a row, every measurement reads, from caches, the groups of
-tiles that have a token within the distance tried. Rows without a rule cost a few loads.
+tiles that have a token within the distance tried. Counted at V = 128256: top-k 50 takes 13
+measurements that read 7.7 rows together; top-p 0.9 takes 8 that read 2.6 rows where probabilities
+fall with the square of the rank, 22 that read 21 where logits are normal with deviation 2.5.
+Rows without a rule cost a few loads.
 
 **Grid.** (Q,): a program does a row. Threads share nothing through memory; sums are of integers.
 """
@@ -86,12 +89,18 @@ def _group_tops(row, TILE: tl.constexpr):
 
 
 @triton.jit
+def _fours(values):
+    """Four neighbours a row, which one thread holds."""
+    return tl.reshape(values, (values.shape[0] // 4, 4))
+
+
+@triton.jit
 def _measure(row, tops_g, top, key, IS_MASS: tl.constexpr, TILE: tl.constexpr):
     """Number or mass of the tokens within ``key``, the farthest of them, the nearest beyond."""
     _, _, _, num_tiles, tiles_a_group = row
-    total = tl.zeros((TILE,), tl.int64 if IS_MASS else tl.int32)
-    inside = tl.full((TILE,), -1, tl.int32)
-    outside = tl.full((TILE,), _INF_KEY, tl.int32)
+    total = tl.zeros((TILE // 4,), tl.int64 if IS_MASS else tl.int32)
+    inside = tl.full((TILE // 4,), -1, tl.int32)
+    outside = tl.full((TILE // 4,), _INF_KEY, tl.int32)
     nearest_g = _key(top - tops_g)
     is_near_g = nearest_g <= key
     bit_g = tl.full((_NUM_GROUPS,), 1, tl.int64) << tl.arange(0, _NUM_GROUPS).to(tl.int64)
@@ -102,11 +111,12 @@ def _measure(row, tops_g, top, key, IS_MASS: tl.constexpr, TILE: tl.constexpr):
             own = _key(distance)
             is_in = own <= key
             if IS_MASS:
-                total += tl.where(is_in, _mass_jit(distance), 0).to(tl.int64)
+                mass = tl.where(is_in, _mass_jit(distance), 0).to(tl.int64)
+                total += tl.sum(_fours(mass), axis=1)
             else:
-                total += is_in.to(tl.int32)
-            inside = tl.maximum(inside, tl.where(is_in, own, -1))
-            outside = tl.minimum(outside, tl.where(is_in, _INF_KEY, own))
+                total += tl.sum(_fours(is_in.to(tl.int32)), axis=1)
+            inside = tl.maximum(inside, tl.max(_fours(tl.where(is_in, own, -1)), axis=1))
+            outside = tl.minimum(outside, tl.min(_fours(tl.where(is_in, _INF_KEY, own)), axis=1))
     beyond = tl.min(tl.where(is_near_g, _INF_KEY, nearest_g), axis=0)
     outside_key = tl.minimum(tl.min(outside, axis=0), beyond)
     return tl.sum(total, axis=0), tl.max(inside, axis=0), outside_key
