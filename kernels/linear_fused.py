@@ -19,6 +19,7 @@ import torch
 
 from pagedraft.kernels import linear_fused_triton
 from pagedraft.kernels.check import check_dtype, check_same_device, check_shape
+from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.gated_mlp import ACTIVATIONS, Activation, gated_mlp, gated_mlp_ref
 from pagedraft.kernels.linear import PackedLinear, linear, linear_ref, runs_in_one_launch
 from pagedraft.kernels.normed import Normed, Rows
@@ -51,12 +52,18 @@ def linear_add_norm_ref(
     return rms_norm_ref(sum_TE, norm_weight_E, eps), sum_TE
 
 
+def _is_one_launch(neighbour: str, x_TI: torch.Tensor, packed: PackedLinear, exact: bool) -> bool:
+    """Whether linear and ``neighbour`` run as one kernel; an op that is swapped runs by itself."""
+    is_triton = implementation(neighbour, x_TI.device, has_cpu=True) == "triton"
+    return is_triton and runs_in_one_launch(x_TI, packed, exact)
+
+
 def gated_linear(
     x: Rows, packed: PackedLinear, activation: Activation = "silu", *, exact: bool = True
 ) -> torch.Tensor:
     """Return activation(gate) * up, [T, F]; ``packed`` [2F, I] holds gate rows, then up rows."""
     x_TI = x.rows_TE if isinstance(x, Normed) else x
-    if x_TI.dtype not in NARROW or not runs_in_one_launch(x_TI, packed, exact):
+    if x_TI.dtype not in NARROW or not _is_one_launch("gated_mlp", x_TI, packed, exact):
         return gated_mlp(linear(x, packed, exact=exact), activation)
     check_shape("x_TI", x_TI, (None, packed.num_in))
     check_dtype("x_TI", x_TI, packed.dtype)
@@ -81,7 +88,7 @@ def linear_add_norm(
 
     In one launch the first is a Normed, whose reader finishes the norm.
     """
-    if x_TI.dtype != torch.bfloat16 or not runs_in_one_launch(x_TI, packed, exact):
+    if x_TI.dtype != torch.bfloat16 or not _is_one_launch("rms_norm", x_TI, packed, exact):
         return add_rms_norm(linear(x_TI, packed, exact=exact), residual_TE, norm_weight_E, eps)
     check_shape("x_TI", x_TI, (None, packed.num_in))
     check_shape("residual_TE", residual_TE, (x_TI.shape[0], packed.num_out))

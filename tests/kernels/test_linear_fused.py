@@ -267,3 +267,19 @@ def test_gated_errors_name_the_argument(device) -> None:
         gated_linear(x_TI, packed, "relu")
     with pytest.raises(TypeError, match="x_TI: expected dtype bfloat16, got float16"):
         gated_linear(x_TI.half(), packed)
+
+
+def test_a_swapped_neighbour_runs_by_itself(device) -> None:
+    """So that swapping an op to its reference shows what it does, inside a fused launch too."""
+    x_TI, weight_OI = (randn(3, 64, dtype=BF16, device=device, seed=s) for s in (1, 2))
+    norm_E = randn(3, dtype=BF16, device=device, seed=3)
+    packed = pack_linear(weight_OI)
+    residual_TE = torch.zeros(3, 3, dtype=BF16, device=device)
+    with use_reference("rms_norm"):
+        normed, sum_TE = linear_add_norm(x_TI, packed, residual_TE, norm_E, EPS)
+    assert isinstance(normed, torch.Tensor)
+    assert_same_bits(sum_TE, linear(x_TI, packed))
+    pair = pack_linear(randn(4, 64, dtype=BF16, device=device, seed=4))
+    with use_reference("gated_mlp"):
+        y_TF = gated_linear(x_TI, pair)
+    assert_same_bits(y_TF, gated_mlp_ref(linear(x_TI, pair)))
