@@ -66,8 +66,7 @@ def _penalties(rows: Sequence[Row], requests: Sequence[Row]) -> Penalties:
     prefix_starts, drafts = _csr([row.drafts for row in rows])
     prefix = DraftPrefix(drafts.long(), prefix_starts[:-1].clone(), prefix_starts.diff().int())
     vectors = (
-        torch.tensor([getattr(row, name) for row in rows], dtype=torch.float32)
-        for name in ("repetition", "presence", "frequency")
+        _vector(rows, name, torch.float32) for name in ("repetition", "presence", "frequency")
     )
     has_drafts = any(row.drafts for row in rows)
     return Penalties(*vectors, *_csr(held), _csr(counts)[1], prefix if has_drafts else None)
@@ -86,6 +85,21 @@ def _allowed(rows: Sequence[Row], num_columns: int) -> torch.Tensor:
     return allowed
 
 
+def _vector(rows: Sequence[Row], name: str, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([getattr(row, name) for row in rows], dtype=dtype)
+
+
+def _optional(rows: Sequence[Row], name: str, dtype: torch.dtype) -> torch.Tensor | None:
+    is_neutral = all(getattr(row, name) == getattr(Row(), name) for row in rows)
+    return None if is_neutral else _vector(rows, name, dtype)
+
+
+def _bias(requests: Sequence[Row]) -> LogitBias:
+    values = [value for r in requests for _, value in sorted(r.bias.items())]
+    starts, ids = _csr([sorted(r.bias) for r in requests])
+    return LogitBias(starts, ids, torch.tensor(values, dtype=torch.float32))
+
+
 def sample_batch(
     rows: Sequence[Row],
     num_columns: int,
@@ -100,31 +114,18 @@ def sample_batch(
     keys = [(tuple(row.bias.items()), row.prompt, row.output) for row in rows]
     order = {key: place for place, key in enumerate(dict.fromkeys(reversed(keys)))}
     requests = [rows[keys.index(key)] for key in order]
-
-    def vector(name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        values = [getattr(row, name) for row in rows]
-        neutral = getattr(Row(), name)
-        is_needed = name in ("temperature", "seed", "position")
-        if not is_needed and all(value == neutral for value in values):
-            return None
-        return torch.tensor(values, dtype=dtype)
-
     has_penalties = any((r.repetition, r.presence, r.frequency) != (1.0, 0.0, 0.0) for r in rows)
-    bias_starts, bias_ids = _csr([sorted(r.bias) for r in requests])
-    bias_values = torch.tensor(
-        [v for r in requests for _, v in sorted(r.bias.items())], dtype=torch.float32
-    )
     has_allowed = any(row.allowed is not None for row in rows)
     batch = SampleBatch(
-        temperature_Q=vector("temperature", torch.float32),
-        seed_Q=vector("seed", torch.int64),
-        position_Q=vector("position", torch.int64),
-        sample_index_Q=vector("sample_index", torch.int64),
-        top_k_Q=vector("top_k", torch.int32),
-        top_p_Q=vector("top_p", torch.float32),
-        min_p_Q=vector("min_p", torch.float32),
+        temperature_Q=_vector(rows, "temperature", torch.float32),
+        seed_Q=_vector(rows, "seed", torch.int64),
+        position_Q=_vector(rows, "position", torch.int64),
+        sample_index_Q=_optional(rows, "sample_index", torch.int64),
+        top_k_Q=_optional(rows, "top_k", torch.int32),
+        top_p_Q=_optional(rows, "top_p", torch.float32),
+        min_p_Q=_optional(rows, "min_p", torch.float32),
         request_Q=torch.tensor([order[key] for key in keys], dtype=torch.int32),
-        bias=LogitBias(bias_starts, bias_ids, bias_values) if len(bias_ids) else None,
+        bias=_bias(requests) if any(r.bias for r in rows) else None,
         banned=BannedIds(*_csr([r.banned for r in rows])) if any(r.banned for r in rows) else None,
         penalties=_penalties(rows, requests) if has_penalties else None,
         allowed_QW=_allowed(rows, vocab_size or num_columns) if has_allowed else None,

@@ -162,6 +162,7 @@ def test_raw_logits_before_sampling(implementation: str, device: torch.device) -
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "ref"])
 @pytest.mark.parametrize("top_n", [5, MAX_TOP_N])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_processed_logits(top_n: int, implementation: str, device: torch.device) -> None:
     """Tokens that may not be drawn come last, at -inf; a row without a token has none."""
     logits_QV = randn(4, 40, scale=2.0, device=device)
