@@ -14,6 +14,7 @@ from pagedraft.kernels.linear_triton import (
     grid_of,
     launch_options,
     products,
+    row_stride,
     row_sums,
     rows_of,
     store_tile,
@@ -44,7 +45,7 @@ def _gated_linear_kernel(
     y_ptr,
     num_rows,
     num_trips,
-    stride_xt,
+    stride_xt: tl.constexpr,
     eps,
     IS_GELU: tl.constexpr,
     tile: tl.constexpr,
@@ -77,7 +78,7 @@ def _linear_add_norm_kernel(
     squares_ptr,
     num_rows,
     num_trips,
-    stride_xt,
+    stride_xt: tl.constexpr,
     stride_rt,
     tile: tl.constexpr,
 ):
@@ -115,7 +116,7 @@ def launch_gated(
     config = config_of(rows_TI, num_out)
     _gated_linear_kernel[grid_of(num_rows, config)](
         *(rows_TI, squares_TP, weight_OI, bias_O, y_TF),
-        *(num_rows, config.num_trips, rows_TI.stride(0), eps),
+        *(num_rows, config.num_trips, row_stride(rows_TI), eps),
         *(activation == "gelu_tanh", config.tile),
         **launch_options(config, rows_TI.dtype),
     )
@@ -142,7 +143,7 @@ def launch_add_norm(
         config = config_of(x_TI, num_out)
         _linear_add_norm_kernel[grid_of(num_rows, config)](
             *(x_TI, weight_EI, bias_E, residual_TE, norm_weight_E, sum_TE, rows_TE, squares_TP),
-            *(num_rows, config.num_trips, x_TI.stride(0), residual_TE.stride(0), config.tile),
+            *(num_rows, config.num_trips, row_stride(x_TI), residual_TE.stride(0), config.tile),
             **launch_options(config, x_TI.dtype),
         )
     return Normed(rows_TE, squares_TP, eps), sum_TE

@@ -21,18 +21,29 @@ from pagedraft.kernels.normed import SQUARE_COLUMNS, Normed
 def first_of_tile(num_rows, tile: tl.constexpr):
     """Return (first row of x, first row of the weight) of this program.
 
-    ``group_t`` row tiles share each weight tile, then the next one.
+    ``group_t`` row tiles share each weight tile, then the next one. The last of several row tiles
+    starts so that it is full, and does rows of the one before again: with the same bits.
     """
     program = tl.program_id(0)
     if tile.group_t == 1:  # one row tile: no division
-        tile_t, tile_o = tl.program_id(1), program
+        first_t, tile_o = tl.program_id(1), program
     else:
         num_tiles_t, num_tiles_o = tl.cdiv(num_rows, tile.block_t), tile.num_tiles_o
         group = program // (tile.group_t * num_tiles_o)
         inside = program % (tile.group_t * num_tiles_o)
         size = tl.minimum(num_tiles_t - group * tile.group_t, tile.group_t)
         tile_t, tile_o = group * tile.group_t + inside % size, inside // size
-    return tile_t * tile.block_t, tile_o * tile.block_o
+        first_t = tl.minimum(tile_t * tile.block_t, num_rows - tile.block_t)
+    return first_t, tile_o * tile.block_o
+
+
+@triton.jit
+def _rows(first_t, num_rows, tile: tl.constexpr):
+    """Return the rows of the tile; past the end the last one again, so that no load is masked."""
+    offs_t = tl.arange(0, tile.block_t)
+    if tile.group_t == 1:
+        offs_t = tl.minimum(offs_t, num_rows - 1 - first_t)
+    return offs_t
 
 
 @triton.jit
@@ -52,7 +63,7 @@ def row_sums(x, LEVELS: tl.constexpr):
 @triton.jit
 def _squares(squares_ptr, first_t, num_rows, first_p, SIZE: tl.constexpr, tile: tl.constexpr):
     """Return a piece of the sums of squares, [BLOCK_T, SIZE] fp32, 0 past a row's last."""
-    offs_t = tl.minimum(tl.arange(0, tile.block_t), num_rows - 1 - first_t)
+    offs_t = _rows(first_t, num_rows, tile)
     offs_p = first_p + tl.arange(0, SIZE)
     base = squares_ptr + first_t.to(tl.int64) * tile.num_p
     ptrs = base + (offs_t[:, None] * tile.num_p + offs_p[None, :])
@@ -109,7 +120,7 @@ def _dot_steps(x_ptrs, w_ptrs, num_trips, tile: tl.constexpr):
 @triton.jit
 def products(
     x_ptr,
-    stride_xt,
+    stride_xt: tl.constexpr,
     w_ptrs,
     squares_ptr,
     eps,
@@ -120,14 +131,13 @@ def products(
 ):
     """Return x Wt, [BLOCK_T, BLOCK_O] fp32; times each row's factor where it has squares.
 
-    w_ptrs: pointers to the first inputs of the weight tile, [BLOCK_I, BLOCK_O]. Rows past the end
-    read the last row again: loads need no mask, and nothing of it is stored.
+    w_ptrs: pointers to the first inputs of the weight tile, [BLOCK_I, BLOCK_O].
     Small tiles load the squares before the walk, which hides the wait; large ones lack registers.
     """
     IS_EARLY: tl.constexpr = tile.block_t < 64 or tile.levels_p < 4
     if squares_ptr is not None and IS_EARLY:
         squares = _squares(squares_ptr, first_t, num_rows, 0, 1 << tile.levels_p, tile)
-    offs_t = tl.minimum(tl.arange(0, tile.block_t), num_rows - 1 - first_t)
+    offs_t = _rows(first_t, num_rows, tile)
     offs_x = offs_t[:, None] * stride_xt + tl.arange(0, tile.block_i)[None, :]
     x_ptrs = x_ptr + first_t.to(tl.int64) * stride_xt + offs_x
     acc = _dot_steps(x_ptrs, w_ptrs, num_trips, tile)
@@ -194,7 +204,7 @@ def _linear_kernel(
     y_ptr,
     num_rows,
     num_trips,
-    stride_xt,
+    stride_xt: tl.constexpr,
     stride_rt,
     eps,
     tile: tl.constexpr,
@@ -242,6 +252,11 @@ def rows_of(x: torch.Tensor | Normed) -> tuple[torch.Tensor, torch.Tensor | None
     return rows_TI, squares_TP, eps
 
 
+def row_stride(x_TI: torch.Tensor) -> int:
+    """Return the distance of rows, which the compiler knows: that of packed rows for a single one."""
+    return x_TI.stride(0) if x_TI.shape[0] > 1 else x_TI.shape[1]
+
+
 def launch(
     x: torch.Tensor | Normed,
     weight_OI: torch.Tensor,
@@ -260,7 +275,7 @@ def launch(
     config = config_of(rows_TI, num_out)
     _linear_kernel[grid_of(num_rows, config)](
         *(rows_TI, squares_TP, weight_OI, bias_O, residual_TO, y_TO),
-        *(num_rows, config.num_trips, rows_TI.stride(0)),
+        *(num_rows, config.num_trips, row_stride(rows_TI)),
         *(0 if residual_TO is None else residual_TO.stride(0), eps, config.tile),
         **launch_options(config, rows_TI.dtype),
     )
