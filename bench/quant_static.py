@@ -24,7 +24,8 @@ from pagedraft.bench.control_flow import Instruction
 from pagedraft.bench.record import Call, Launch, record_calls
 from pagedraft.bench.sass import asm_instructions, is_product, machine_code
 from pagedraft.bench.shapes import LLAMA_8B
-from pagedraft.bench.static_quant_calls import quant_calls
+from pagedraft.bench.static_attention_calls import FP8_TARGETS
+from pagedraft.bench.static_quant_calls import FORMS, quant_calls
 from pagedraft.bench.table import print_table
 from pagedraft.bench.trips import ProgramCount
 from pagedraft.kernels.linear_quant_triton import QuantTile
@@ -96,11 +97,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pagedraft.bench.quant_static")
     parser.add_argument("--target", default="sm_90", choices=TARGETS)
     name = parser.parse_args().target
+    sizes = linear_sizes(LLAMA_8B)
+    forms = sorted({form for forms in FORMS.values() for form in forms})
+    forms = tuple(form for form in forms if form[0] != "fp8" or name in FP8_TARGETS)
     calls = [
         Call("linear", f"{rows} rows{suffix}", run)
         for rows in (1, 16, 32, 64)
-        for suffix, run in quant_calls(linear_sizes(LLAMA_8B), rows, torch.bfloat16)
-        if "qkv" in suffix and not (name in ("sm_80", "sm_86") and "fp8" in suffix)
+        for suffix, run in quant_calls(sizes, rows, torch.bfloat16, forms)
     ]
     launches, failed = record_calls(calls, {name: TARGETS[name]})
     rows = [_row(launch, TARGETS[name]) for launch in launches]

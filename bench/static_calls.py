@@ -26,6 +26,7 @@ from pagedraft.bench.shapes import (
 )
 from pagedraft.bench.static_attention_calls import CACHE_DTYPES, FP8_TARGETS, attention_calls
 from pagedraft.bench.static_linear_calls import linear_calls
+from pagedraft.bench.static_quant_calls import quant_calls
 from pagedraft.kernels.dispatch import OPS
 
 BLOCK_SIZE = 64
@@ -103,6 +104,7 @@ def model_weights(model: ModelShape) -> dict[str, tuple[int, int]]:
 
 def _linear(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
     yield from linear_calls(model_weights(model), step.num_tokens, dtype)
+    yield from quant_calls(linear_sizes(model), step.num_tokens, dtype)
 
 
 def step_tensors(model: ModelShape, step: StepShape, dtype: torch.dtype) -> dict[str, torch.Tensor]:

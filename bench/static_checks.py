@@ -15,6 +15,7 @@ import triton
 from pagedraft.bench.attention_static import AttentionCode, is_attention
 from pagedraft.bench.control_flow import Instruction
 from pagedraft.bench.linear_static import LinearCode, is_linear, weight_floor
+from pagedraft.bench.quant_static import quant_products
 from pagedraft.bench.record import Launch
 from pagedraft.bench.sass import MachineCode
 from pagedraft.bench.ttir import constant_masks, narrow_products
@@ -198,6 +199,7 @@ CHECKS: tuple[Callable[[Compiled], Iterator[str]], ...] = (
     _addresses,
     _masks,
     _kv_bytes,
+    quant_products,
 )
 
 

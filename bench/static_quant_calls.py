@@ -8,11 +8,13 @@ import torch
 
 from pagedraft.kernels.weight_quant import CODE_DTYPES, QuantWeight, WeightFormat
 
-# (format, group; 0 for one factor an output). A checkpoint's fp8 blocks are groups of 128.
-FORMS: tuple[tuple[WeightFormat, int], ...] = (
-    *(("int8", 0), ("int8", 128), ("fp8", 0), ("fp8", 128)),
-    *(("int4", 32), ("int4", 64), ("int4", 128)),
-)
+# Format and group (0 for one factor an output) by the activations' dtype: each form once. Groups of
+# 128, an fp8 checkpoint's blocks among them, multiply "down" and add a residual, others "qkv".
+FORMS: dict[torch.dtype, tuple[tuple[WeightFormat, int], ...]] = {
+    torch.bfloat16: (("int8", 0), ("fp8", 128), ("int4", 32), ("int4", 128)),
+    torch.float16: (("int8", 128), ("fp8", 0), ("int4", 64)),
+    torch.float32: (("int8", 0), ("int4", 64)),
+}
 
 
 def empty_weight(format: WeightFormat, group: int, num_out: int, num_in: int) -> QuantWeight:
@@ -25,11 +27,14 @@ def empty_weight(format: WeightFormat, group: int, num_out: int, num_in: int) ->
 
 
 def quant_calls(
-    sizes: dict[str, tuple[int, int]], num_rows: int, dtype: torch.dtype
+    sizes: dict[str, tuple[int, int]],
+    num_rows: int,
+    dtype: torch.dtype,
+    forms: tuple[tuple[WeightFormat, int], ...] | None = None,
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the projections with and without a residual, in each form that fits their inputs.
+    """Yield linear layers in ``forms``, by default those of ``dtype``.
 
-    sizes: (out, in) features by name, of which "qkv" and "down" are called.
+    sizes: (out, in) features by name, of which "qkv" and "down" are used.
     """
 
     def run(name: str, format: WeightFormat, group: int) -> None:
@@ -41,8 +46,7 @@ def quant_calls(
         residual_TO = torch.empty(num_rows, num_out, dtype=dtype) if name == "down" else None
         linear(x_TI, packed, residual_TO=residual_TO)
 
-    for name in ("qkv", "down"):
-        for format, group in FORMS:
-            if sizes[name][1] % max(group, 1) == 0:
-                suffix = f"-{name}-{format}" + (f"_{group}" if group else "")
-                yield suffix, lambda n=name, f=format, g=group: run(n, f, g)
+    for format, group in FORMS[dtype] if forms is None else forms:
+        name = "down" if group == 128 else "qkv"
+        suffix = f"-{name}-{format}" + (f"_{group}" if group else "")
+        yield suffix, lambda n=name, f=format, g=group: run(n, f, g)

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from pagedraft.bench.control_flow import Instruction
 from pagedraft.bench.quant_static import is_quant_linear, quant_products, weights_per_instruction
+from pagedraft.bench.shapes import SMOL_135M
+from pagedraft.bench.static_calls import linear_sizes
 from pagedraft.bench.static_quant_calls import FORMS, empty_weight, quant_calls
+from pagedraft.kernels.dispatch import use_implementation
 from pagedraft.kernels.linear_quant import quant_tile
 from pagedraft.kernels.weight_quant import check_weight
-
-BF16 = torch.bfloat16
 
 
 def launch(form: tuple[Any, int], num_rows: int = 8, kind: str = "*bf16") -> Any:
@@ -81,16 +81,17 @@ def test_only_16_bit_quantised_launches_are_judged() -> None:
     assert not is_quant_linear(dense)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for forms in FORMS.values() for form in forms])
 def test_calls_make_weights_that_hold(form: tuple[Any, int]) -> None:
     weight = empty_weight(*form, 8, 256)
-    if weight.zero_CO is not None:
-        weight.zero_CO.zero_()
     check_weight(weight)
+    assert weight.group == (form[1] or 256)
 
 
-def test_forms_that_do_not_fit_are_left_out() -> None:
-    names = [name for name, _ in quant_calls({"qkv": (8, 576), "down": (8, 1536)}, 1, BF16)]
-    assert "-qkv-int4_64" in names
-    assert "-qkv-int4_128" not in names
-    assert "-down-fp8_128" in names
+def test_every_form_is_called_and_fits_the_demo_model() -> None:
+    sizes = linear_sizes(SMOL_135M)
+    calls = [call for dtype in FORMS for call in quant_calls(sizes, 1, dtype)]
+    names = {name.removeprefix("-qkv-").removeprefix("-down-") for name, _ in calls}
+    assert names == {"int8", "int8_128", "fp8", "fp8_128", "int4_32", "int4_64", "int4_128"}
+    with use_implementation("ref", "linear"):
+        calls[-1][1]()
