@@ -253,7 +253,7 @@ def rows_of(x: torch.Tensor | Normed) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def row_stride(x_TI: torch.Tensor) -> int:
-    """Return the distance of rows, which the compiler knows: that of packed rows for a single one."""
+    """Return the distance of rows, a constant to the compiler: of packed ones for a lone row."""
     return x_TI.stride(0) if x_TI.shape[0] > 1 else x_TI.shape[1]
 
 
