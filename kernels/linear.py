@@ -2,11 +2,13 @@
 
 **Shapes**: x [T, I] rows of I input features; weight [O, I]; bias [O]; residual [T, O]. On a GPU
 all are fp16, bf16 or fp32 of one dtype (bias may be fp32); on the CPU path x and residual are fp32,
-the weight packed (``kernels/linear_cpu.py``). Any T, O, I >= 1, also T = 0.
+the weight packed (``kernels/linear_cpu.py``). Any T, O, I >= 1, also T = 0. x may be a Normed: rows
+before their RMS factor, by which the kernel multiplies products, before the bias.
 **Returns**: y [T, O] in x's dtype; products accumulate in fp32 and round once, after the epilogue.
 **Cost**: O*I weight bytes dominate below about 100 rows (memory-bound); 2*T*O*I flops above.
 **Grid**: a program owns BLOCK_T x BLOCK_O outputs and walks all of I in steps of BLOCK_I; programs
-run in groups of GROUP_T row tiles, so that a group's weights stay in L2.
+run in groups of ``group_t`` row tiles, so that a group's weights stay in L2. Few rows: 16 x 32 or
+16 x 64 tiles, which stream the weight (``linear_config.py``).
 **Exactness**: every T uses the same BLOCK_I, the same order over I and the same MMA class, so a
 row's bits do not depend on T. ``exact=False`` on a GPU calls ``torch.matmul`` and gives that up.
 """
