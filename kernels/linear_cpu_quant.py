@@ -17,7 +17,13 @@ import torch
 
 from pagedraft.kernels import linear_cpu_rows as rows
 from pagedraft.kernels.linear_cpu_quant_formats import FORMATS, CodesHandle, QuantFormat
-from pagedraft.kernels.weight_quant import QuantWeight, WeightFormat, dequantize_weight, pack_int4
+from pagedraft.kernels.weight_quant import (
+    ZERO_STEPS,
+    QuantWeight,
+    WeightFormat,
+    dequantize_weight,
+    pack_int4,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -186,5 +192,5 @@ def _test_weight(
     if kind != "int4":
         return QuantWeight(kind, codes_OI.to(torch.int8), scale_CO, None, group)
     codes_OB = pack_int4(codes_OI.to(torch.uint8).unflatten(1, (num_groups, group)))
-    zero_CO = torch.full_like(scale_CO, 7, dtype=torch.uint8)
+    zero_CO = torch.full_like(scale_CO, 7 * ZERO_STEPS, dtype=torch.uint8)
     return QuantWeight(kind, codes_OB, scale_CO, zero_CO, group)

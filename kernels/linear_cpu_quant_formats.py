@@ -10,7 +10,7 @@
   to 64, then up to 2.4.
 * ``int4_bf16``: PyTorch's int4 weight-only product, which has fast code for bf16 only: x, a group's
   factors and y are rounded to bf16, sums are fp32. A factor with 5 significant bits, and its
-  product with the zero point, are bf16 numbers: then codes stand for the same weights. Measured
+  product with an integer zero point, are bf16 numbers: then codes stand for the same weights. Measured
   as above: 0.6 to 0.7 for 1 row, 0.7 to 0.8 for 4, 0.9 to 1.1 for 8, 1.3 to 1.4 from 64 on (each
   4 rows unpack the codes again). fp32 and fp16 rows take 15 to 20 times as long.
 * ``fp16_codes``: codes as an fp16 weight (``kernels/linear_cpu.py``), y times the factor.
@@ -28,7 +28,12 @@ import torch
 import torch.nn.functional as F
 
 from pagedraft.kernels import linear_cpu
-from pagedraft.kernels.weight_quant import QuantWeight, dequantize_weight, unpack_int4
+from pagedraft.kernels.weight_quant import (
+    ZERO_STEPS,
+    QuantWeight,
+    dequantize_weight,
+    unpack_int4,
+)
 
 TOP = 64.0  # a row's largest value is this many units of the first digit; a power of two is exact
 SMALLEST = 1e-30  # rows are scaled by at least this: keeps a row of zeros finite
@@ -136,7 +141,7 @@ def _int4_pack(weight: QuantWeight) -> Int4Handle:
     padding = -weight.num_out % OUTPUT_BLOCK
     codes_OI = unpack_int4(weight.codes, weight.group).flatten(1).int()
     scale_CO = weight.scale_CO.float()
-    zero_CO = (8 - weight.zero_CO.float()) * scale_CO
+    zero_CO = (8 - weight.zero_CO.float() / ZERO_STEPS) * scale_CO
     factors_CO2 = torch.stack([scale_CO, zero_CO], dim=-1).to(torch.bfloat16)
     return Int4Handle(
         torch.ops.aten._convert_weight_to_int4pack_for_cpu(F.pad(codes_OI, (0, 0, 0, padding)), 1),

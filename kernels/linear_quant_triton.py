@@ -18,19 +18,23 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from pagedraft.kernels.weight_quant import ZERO_STEPS
+
 NUM_SLICES = 4
 SLICE_BYTES = 32
 _SLICES = tl.constexpr(NUM_SLICES)
 _BYTES = tl.constexpr(SLICE_BYTES)
-# Four bytes in $4: their low halves into $0 and $1, their high ones into $2 and $3, each in the low
-# bits of a 16-bit float whose high byte is MAGIC: that float is a power of two plus the half byte.
+_ZERO_STEPS = tl.constexpr(ZERO_STEPS)
+# Four bytes in $4: their low halves into $0 and $1, their high ones into $2 and $3, each times 8 in
+# the low byte of a 16-bit float whose high byte is MAGIC: that float is a power of two plus it.
 SPLIT_BYTES = """{
     .reg .b32 halves;
-    and.b32 halves, $4, 0x0f0f0f0f;
+    shl.b32 halves, $4, 3;
+    and.b32 halves, halves, 0x78787878;
     prmt.b32 $0, halves, MAGIC, 0x4140;
     prmt.b32 $1, halves, MAGIC, 0x4342;
-    shr.b32 halves, $4, 4;
-    and.b32 halves, halves, 0x0f0f0f0f;
+    shr.b32 halves, $4, 1;
+    and.b32 halves, halves, 0x78787878;
     prmt.b32 $2, halves, MAGIC, 0x4140;
     prmt.b32 $3, halves, MAGIC, 0x4342;
 }"""
@@ -71,12 +75,14 @@ class QuantTile:
 
 @triton.jit
 def _split_bytes(codes, zero, dtype: tl.constexpr, IS_NVIDIA: tl.constexpr):
-    """(low, high) half of each byte, less its output's zero point, as exact ``dtype`` numbers."""
-    # Where half bytes count from: 2^7 of bf16 and 2^10 of fp16 have low bits worth 1, 2, 4, 8.
+    """(low, high) half of each byte times ZERO_STEPS, less its output's zero point in such steps,
+    as exact ``dtype`` numbers."""
+    # Where low bytes count from: 2^7 of bf16 and 2^10 of fp16 have low bits worth 1, 2, 4, ...
     origin: tl.constexpr = 0 if dtype == tl.float32 else 128 if dtype == tl.bfloat16 else 1024
     bits: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
     if dtype == tl.float32:
-        low, high = (codes & 15).to(dtype), (codes >> 4).to(dtype)
+        low = (codes & 15).to(dtype) * _ZERO_STEPS
+        high = (codes >> 4).to(dtype) * _ZERO_STEPS
     else:
         if IS_NVIDIA:
             asm: tl.constexpr = _SPLIT_TO_BF16 if dtype == tl.bfloat16 else _SPLIT_TO_FP16
@@ -89,8 +95,8 @@ def _split_bytes(codes, zero, dtype: tl.constexpr, IS_NVIDIA: tl.constexpr):
                 pack=4,
             )
         else:
-            low = codes.to(tl.uint16) & 15 | bits
-            high = codes.to(tl.uint16) >> 4 | bits
+            low = codes.to(tl.uint16) << 3 & 0x78 | bits
+            high = codes.to(tl.uint16) >> 1 & 0x78 | bits
         low, high = low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
     zero_point = zero.to(dtype) + origin
     return low - zero_point, high - zero_point
@@ -181,6 +187,8 @@ def _store(
     first, second = tl.split(tl.reshape(acc, [2, 2, BLOCK_O, BLOCK_T]).permute(1, 2, 3, 0))
     first, second = tl.split((first + second).permute(1, 2, 0))
     values = tl.trans(first + second)  # [BLOCK_T, BLOCK_O]
+    if tile.is_int4:  # codes came in steps of an eighth
+        values *= 1.0 / _ZERO_STEPS
     offs_t, offs_o = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_O)
     mask_o = offs_o < num_out - tile_o * BLOCK_O
     mask = (offs_t < num_rows - tile_t * BLOCK_T)[:, None] & mask_o[None, :]

@@ -5,8 +5,8 @@ A group of inputs of one output shares a factor: ``weight = (code - zero) * scal
 **Shapes**: weight_OI [O, I]; codes as ``QuantWeight`` says; scale_CO, zero_CO [C, O], where
 C = I / group counts the groups of an output (1 for one factor per output channel).
 **Units**: ``group`` counts inputs.
-**Formats**: ``int8`` symmetric, -127..127; ``int4`` 0..15 with an integer zero point; ``fp8`` e4m3,
-symmetric, largest 448.
+**Formats**: ``int8`` symmetric, -127..127; ``int4`` 0..15 with a zero point in eighths of a
+step; ``fp8`` e4m3, symmetric, largest 448.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ FP8_BLOCK = 128
 CODE_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
 LARGEST_WEIGHT = torch.finfo(torch.float32).max / 2  # a group's range is a number too
+# An integer zero point moves a group's whole grid by up to half a step. The demo model's layers lie
+# on 16 levels from a real minimum: its perplexity grew 1.59-fold, with halves of a step 1.17, with
+# quarters 1.08, with eighths 1.02. Codes and zero points in eighths are exact in bf16.
+ZERO_STEPS = 8
 RANGE_PARTS = (0.9, 0.8)  # further ones: below 2 % of the squared error
 SLAB_WEIGHTS = 1 << 16
 MIN_FP8_CAPABILITY = (8, 9)
@@ -44,7 +48,8 @@ class QuantWeight:
     codes: int8 or float8_e4m3fn [O, I]; int4: uint8 [O, I / 2], where byte j of a group's group / 2
         bytes holds input j of the group in its low half and input j + group / 2 in its high half.
     scale_CO: fp32 or fp16 [C, O].
-    zero_CO: uint8 [C, O] for int4 (0..16: a checkpoint may store zero - 1 in four bits), else None.
+    zero_CO: uint8 [C, O] for int4, the zero point times ZERO_STEPS, 0..128 (a checkpoint may store
+        an integer zero point less 1 in four bits, so 16 occurs); else None.
     group: inputs that share a factor; I for one factor an output.
     order_I: int64 [I], None for the natural order: column i of the codes is input order_I[i].
     """
@@ -138,20 +143,22 @@ def _search_int4(weight_XCK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     fitted_XC1 = torch.where(fitted_XC1 > 0, fitted_XC1, best.scale_XC1)
     best = best.or_better(_Grid.of(weight_XCK, fitted_XC1, best.zero_XC1))
     codes_XCK = _steps(weight_XCK / best.scale_XC1, best.zero_XC1).add_(best.zero_XC1)
-    codes_XB = pack_int4(codes_XCK.to(torch.uint8))
-    return codes_XB, best.scale_XC1.squeeze(-1), best.zero_XC1.squeeze(-1).to(torch.uint8)
+    codes_XB = pack_int4(codes_XCK.round_().to(torch.uint8))
+    zero_XC = best.zero_XC1.squeeze(-1) * ZERO_STEPS
+    return codes_XB, best.scale_XC1.squeeze(-1), zero_XC.to(torch.uint8)
 
 
 def _range_grid(low_XC1: torch.Tensor, high_XC1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (scale, zero) of 16 values from low <= 0 to high >= 0, of which one is 0."""
+    """Return (scale, zero) of 16 values from low <= 0 to high >= 0."""
     scale_XC1 = (high_XC1 - low_XC1) / 15
     scale_XC1 = torch.where(scale_XC1 > 0, scale_XC1, 1.0)
-    return scale_XC1, (-low_XC1 / scale_XC1).round_().clamp_(0, 15)
+    zero_XC1 = (-low_XC1 / scale_XC1 * ZERO_STEPS).round_().div_(ZERO_STEPS)
+    return scale_XC1, zero_XC1.clamp_(0, 15)
 
 
 def _steps(scaled_XCK: torch.Tensor, zero_XC1: torch.Tensor) -> torch.Tensor:
     """Return codes less their zero point, as floats, of weights divided by their scale."""
-    return scaled_XCK.round().clamp_(-zero_XC1, 15 - zero_XC1)
+    return (scaled_XCK + zero_XC1).round_().clamp_(0, 15).sub_(zero_XC1)
 
 
 class _Grid(NamedTuple):
@@ -191,7 +198,7 @@ def dequantize_weight(weight: QuantWeight) -> torch.Tensor:
     if weight.format == "int4":
         assert weight.zero_CO is not None
         values_OCK = unpack_int4(weight.codes, weight.group).float()
-        values_OCK -= weight.zero_CO.T[..., None].float()
+        values_OCK -= weight.zero_CO.T[..., None].float() / ZERO_STEPS
     else:
         values_OCK = weight.codes.float().unflatten(1, (-1, weight.group))
     values_OI = (values_OCK * weight.scale_CO.T[..., None].float()).flatten(1)

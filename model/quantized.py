@@ -27,6 +27,7 @@ import torch
 from pagedraft.kernels.weight_quant import (
     FP8_BLOCK,
     INT4_GROUPS,
+    ZERO_STEPS,
     QuantWeight,
     WeightFormat,
     pack_int4,
@@ -233,7 +234,7 @@ def _int4_weight(
         "int4",
         pack_int4(codes_OI.unflatten(1, (-1, group))),
         scale_CO.repeat_interleave(stored // group, 0).contiguous(),
-        zero_CO.repeat_interleave(stored // group, 0).contiguous(),
+        (zero_CO * ZERO_STEPS).to(torch.uint8).repeat_interleave(stored // group, 0).contiguous(),
         group,
         order_I,
     )

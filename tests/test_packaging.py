@@ -1,4 +1,4 @@
-"""pyproject.toml lists every folder of code, so that a plain install has what an editable one has."""
+"""pyproject.toml lists every folder of code: a plain install has what an editable one has."""
 
 from __future__ import annotations
 

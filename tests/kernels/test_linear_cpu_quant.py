@@ -12,7 +12,12 @@ from pagedraft.kernels import linear_cpu_quant, linear_cpu_rows
 from pagedraft.kernels.linear import linear, linear_ref, pack_linear
 from pagedraft.kernels.linear_cpu_quant import CpuQuantWeight, find_row_multiple, pack, run, unpack
 from pagedraft.kernels.linear_cpu_quant_formats import FORMATS, QuantFormat
-from pagedraft.kernels.weight_quant import QuantWeight, dequantize_weight, quantize_weight
+from pagedraft.kernels.weight_quant import (
+    ZERO_STEPS,
+    QuantWeight,
+    dequantize_weight,
+    quantize_weight,
+)
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
 from pagedraft.tests.inputs import num_threads, randn
 
@@ -87,16 +92,19 @@ def test_values_are_those_of_the_codes(case: str, packed: CpuQuantWeight) -> Non
         assert bool(((out_OI - wanted_OI).abs() <= bound_OI).all())
 
 
-def test_factors_of_five_bits_keep_int4_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factors_of_five_bits_and_integer_zero_points_keep_int4_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     force(monkeypatch, "int4_groups_of_32")
     scale_CO = torch.randint(16, 32, (18, 96), generator=torch.Generator().manual_seed(3)) / 512
-    weight = quantised("int4_groups_of_32", scale_CO=scale_CO)
+    zero_CO = torch.arange(18 * 96, dtype=torch.int32).view(18, 96) % 17 * ZERO_STEPS
+    weight = quantised("int4_groups_of_32", scale_CO=scale_CO, zero_CO=zero_CO.byte())
     assert_same_bits(unpack(pack(weight, None)), dequantize_weight(weight))
 
 
 def test_zero_points_of_checkpoints_reach_16(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, "int4_odd_outputs")
-    zero_CO = torch.full((3, 37), 16, dtype=torch.uint8)
+    zero_CO = torch.full((3, 37), 16 * ZERO_STEPS, dtype=torch.uint8)
     scale_CO = torch.full((3, 37), 0.25, dtype=torch.float16)
     weight = quantised("int4_odd_outputs", zero_CO=zero_CO, scale_CO=scale_CO)
     assert_same_bits(unpack(pack(weight, None)), dequantize_weight(weight))

@@ -14,7 +14,12 @@ import torch
 from pagedraft.kernels.linear import linear, linear_ref, pack_linear
 from pagedraft.kernels.linear_quant import quant_stages, quant_tile
 from pagedraft.kernels.linear_quant_triton import SPLIT_BYTES
-from pagedraft.kernels.weight_quant import QuantWeight, dequantize_weight, quantize_weight
+from pagedraft.kernels.weight_quant import (
+    ZERO_STEPS,
+    QuantWeight,
+    dequantize_weight,
+    quantize_weight,
+)
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
 from pagedraft.tests.inputs import CPU, Guarded, randn
 
@@ -249,9 +254,9 @@ MAGIC = {"bf16": (0x43434343, BF16, 128.0), "fp16": (0x64646464, FP16, 1024.0)}
 
 
 def run_ptx(text: str, words: torch.Tensor, magic: int) -> list[torch.Tensor]:
-    """$0 to $3 after ``text``, a list of ``and``, ``shr`` and ``prmt`` instructions on int64."""
+    """$0 to $3 after ``text``, a list of ``and``, shift and ``prmt`` instructions on int64."""
     registers = {"$4": words, "MAGIC": torch.full_like(words, magic)}
-    for name, out, first, rest in re.findall(r"(and|shr|prmt)\.b32 (\S+), (\S+), (.+);", text):
+    for name, out, first, rest in re.findall(r"(and|shl|shr|prmt)\.b32 (\S+), (\S+), (.+);", text):
         value, *others = registers[first], *rest.split(", ")
         if name == "prmt":
             both = [x >> 8 * i & 255 for x in (value, registers[others[0]]) for i in range(4)]
@@ -259,7 +264,8 @@ def run_ptx(text: str, words: torch.Tensor, magic: int) -> list[torch.Tensor]:
             registers[out] = torch.stack(picked).sum(0)
         else:
             number = int(others[0], 0)
-            registers[out] = value & number if name == "and" else value >> number
+            results = {"and": value & number, "shl": value << number, "shr": value >> number}
+            registers[out] = results[name] & 0xFFFFFFFF
     return [registers[f"${number}"] for number in range(4)]
 
 
@@ -269,7 +275,8 @@ def test_ptx_splits_every_byte(magic: tuple[int, torch.dtype, float]) -> None:
     words_B = (bytes_B4 << torch.arange(0, 32, 8)).sum(1)
     found_B4 = torch.stack(run_ptx(SPLIT_BYTES, words_B, magic[0]), 1)
     found_B8 = found_B4.to(torch.uint32).view(magic[1]).float() - magic[2]
-    torch.testing.assert_close(found_B8, torch.cat([bytes_B4 & 15, bytes_B4 >> 4], 1).float())
+    halves_B8 = torch.cat([bytes_B4 & 15, bytes_B4 >> 4], 1)
+    torch.testing.assert_close(found_B8, (halves_B8 * ZERO_STEPS).float())
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 17, 32, 33, 65, 4096])

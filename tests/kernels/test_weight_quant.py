@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pagedraft.kernels.weight_quant import (
+    ZERO_STEPS,
     QuantWeight,
     check_weight,
     check_weight_format,
@@ -50,7 +51,7 @@ def test_rounding_stays_within_half_a_step(case: tuple[Any, Any], magnitude: flo
     if weight.format == "fp8":  # 3 bits of mantissa; steps below 2^-6 are of one size
         half_OI = torch.maximum(weight_OI.abs() * 2**-4, scale_OI * 2**-10)
     if weight.zero_CO is not None:  # a range may be cut
-        zero_OI = weight.zero_CO.T.float().repeat_interleave(weight.group, dim=1)
+        zero_OI = weight.zero_CO.T.repeat_interleave(weight.group, dim=1) / ZERO_STEPS
         top_OI = torch.where(weight_OI > 0, 15 - zero_OI, zero_OI) * scale_OI
         half_OI = torch.maximum(half_OI, weight_OI.abs() - top_OI)
     assert bool((error_OI <= half_OI * (1 + 1e-5)).all())
@@ -70,8 +71,8 @@ def test_zeros_stay_zero_and_groups_do_not_mix(case: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("zero", [0, 7, 8, 15])
-def test_int4_keeps_a_grid_with_an_integer_zero_point(group: int, zero: int) -> None:
+@pytest.mark.parametrize("zero", [0, 7, 8, 15, 7.125, 2.5, 12.875])
+def test_int4_keeps_a_grid_whose_zero_point_is_in_eighths(group: int, zero: float) -> None:
     codes_OI = torch.randint(0, 16, (12, 256), generator=torch.Generator().manual_seed(1))
     codes_OI[:, ::32], codes_OI[:, 1::32] = 0, 15
     weight_OI = (codes_OI - zero) * torch.linspace(0.01, 3.0, 12)[:, None].bfloat16().float()

@@ -51,7 +51,7 @@ OPTIONS = {
     "plain": [],
     "int8_kv": ["--kv-dtype", "int8"],
     "int8_weights": ["--weights", "int8"],
-    "likeliest_token": "--temperature 1 --top-k 1 --top-p 0.9 --min-p 0.1".split(),
+    "likeliest_token": ["--temperature", "1", "--top-k", "1", "--top-p", "0.9", "--min-p", "0.1"],
 }
 
 
