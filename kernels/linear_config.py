@@ -80,7 +80,7 @@ def linear_config(
     elif num_rows <= 16:
         block, warps, stages = ((16, 32, 64), 2, 6) if num_out <= 8192 else ((16, 64, 64), 4, 4)
     elif num_rows <= 32 or num_in % 16:  # 64-row tiles spill without 16-byte loads
-        block, warps, stages = ((32, 32, 64), 2, 5) if num_out <= 8192 else ((32, 64, 64), 4, 3)
+        block, warps, stages = ((32, 32, 64), 2, 6) if num_out <= 8192 else ((32, 64, 64), 4, 3)
     elif num_rows <= 64:
         block, warps, stages = ((64, 32, 64), 2, 4) if num_out <= 8192 else ((64, 64, 64), 2, 3)
     else:  # 64x128 spills without 16-byte stores
