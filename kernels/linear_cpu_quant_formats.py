@@ -9,9 +9,9 @@
   1 row, 0.8 to 1.2 for 2 to 16, 0.7 to 0.9 for 64 and more; 3 digits 0.7 to 1.2, 1.0 to 1.4 for 4
   to 64, then up to 2.4.
 * ``int4_bf16``: PyTorch's int4 weight-only product, which has fast code for bf16 only: x, a group's
-  factors and y are rounded to bf16, sums are fp32. A factor with 5 significant bits, and its
-  product with an integer zero point, are bf16 numbers: then codes stand for the same weights. Measured
-  as above: 0.6 to 0.7 for 1 row, 0.7 to 0.8 for 4, 0.9 to 1.1 for 8, 1.3 to 1.4 from 64 on (each
+  factors and y are rounded to bf16, sums are fp32. A factor of 5 significant bits and its
+  product with an integer zero point are bf16 numbers: then codes stand for the same weights.
+  Measured as above: 0.6 to 0.7 for 1 row, 0.7 to 0.8 for 4, 0.9 to 1.1 for 8, 1.3 to 1.4 from 64 on (each
   4 rows unpack the codes again). fp32 and fp16 rows take 15 to 20 times as long.
 * ``fp16_codes``: codes as an fp16 weight (``kernels/linear_cpu.py``), y times the factor.
 * ``dense``: the weights that the codes stand for, mostly fp32.
