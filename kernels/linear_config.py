@@ -71,14 +71,14 @@ def linear_config(
     multiple of 4 warps, so 64-row tiles have 2.
     Few rows: 32 outputs a program give 128 programs for 4096 outputs, about one a multiprocessor;
     stages keep 32 KB of weights under way for 16 rows. Two steps a trip where that needs no mask:
-    38 to 45 weight bytes a warp instruction on sm_90 for 16 rows, one step gives 31. Two warps for
+    38 to 62 weight bytes a warp instruction on sm_90 for 16 rows, one step gives 31. Two warps for
     32x32, where four would do each other's products in trips of two steps. Thresholds follow from
     offline compiles, not from a GPU run.
     """
     if element_size == 4:
         block, warps, stages = (16 if num_rows <= 16 else 32, 32, 32), 4, 2
     elif num_rows <= 16:
-        block, warps, stages = ((16, 32, 64), 2, 6) if num_out <= 8192 else ((16, 64, 64), 4, 4)
+        block, warps, stages = ((16, 32, 64), 2, 6) if num_out <= 8192 else ((16, 64, 64), 2, 4)
     elif num_rows <= 32 or num_in % 16:  # 64-row tiles spill without 16-byte loads
         block, warps, stages = ((32, 32, 64), 2, 6) if num_out <= 8192 else ((32, 64, 64), 4, 3)
     elif num_rows <= 64:
