@@ -58,9 +58,10 @@ def quant_stages(tile: QuantTile, element_size: int) -> int:
     """Return the stages of the loop over steps: as many as SHARED_BYTES hold, 3 to MAX_STAGES.
 
     One program a multiprocessor, which 4096 outputs make, needs about 26 KB of weights under way at
-    4.3 TB/s and 800 ns (a model). On AMD a stage more than the least costs registers.
+    4.3 TB/s and 800 ns (a model). The least on AMD, which keeps what is under way in registers, and
+    for fp32, whose operands pass through shared memory once more.
     """
-    if torch.version.hip is not None:
+    if torch.version.hip is not None or element_size == 4:
         return 2
     x_values = tile.block_t * tile.slice_groups * (2 if tile.is_int4 else 1)
     step_bytes = NUM_SLICES * SLICE_BYTES * (tile.block_o + x_values * element_size)
