@@ -26,6 +26,7 @@ import torch
 
 from pagedraft.bench.report import ROOT, header, print_header, results_folder, write_json
 from pagedraft.bench.shapes import LLAMA_8B, TINY
+from pagedraft.kernels.weight_quant import MIN_FP8_CAPABILITY, WEIGHT_FORMATS
 
 DRY = os.environ.get("DRY", "0") == "1"
 DEVICE = torch.device("cpu" if DRY else "cuda")
@@ -102,7 +103,12 @@ def run_part(part: Part, folder: Path) -> Outcome:
 
 def row_jobs() -> dict[str, Callable[[], list[str]]]:
     """Return the checks of row equality by name."""
-    from pagedraft.bench.row_checks import ATTENTION_VARIANTS, attention_rows, linear_rows
+    from pagedraft.bench.row_checks import (
+        ATTENTION_VARIANTS,
+        attention_rows,
+        fused_rows,
+        linear_rows,
+    )
 
     if DRY:
         setting = (TINY, torch.float16, DEVICE)
@@ -117,12 +123,24 @@ def row_jobs() -> dict[str, Callable[[], list[str]]]:
         f"attention, {name}": partial(attention_rows, *setting, **sizes, variant=variant)
         for name, variant in ATTENTION_VARIANTS.items()
     }
-    return {"linear": partial(linear_rows, *setting, counts), **jobs}
+    jobs["linear"] = partial(linear_rows, *setting, counts)
+    jobs["linear with its neighbours"] = partial(fused_rows, *setting, counts)
+    for weights in WEIGHT_FORMATS if _has_fp8() else WEIGHT_FORMATS[:2]:
+        jobs[f"linear, {weights}"] = partial(linear_rows, *setting, counts, weights=weights)
+    return jobs
+
+
+def _has_fp8() -> bool:
+    return DRY or torch.cuda.get_device_capability(DEVICE) >= MIN_FP8_CAPABILITY
 
 
 def run_row_job(name: str) -> list[str]:
     """Run one check in whichever process this is; return what differs."""
     torch.manual_seed(0)
+    if DRY:  # the stock interpreter multiplies with BLAS kernels that depend on the number of rows
+        from pagedraft.tests import interpreter
+
+        interpreter.install()
     problems = [f"{name}: {problem}" for problem in row_jobs()[name]()]
     print(f"{name}: {len(problems)} differences", flush=True)
     return problems

@@ -15,7 +15,10 @@ from pagedraft.bench.attention_cases import AttentionPoint, dtype_name, point_in
 from pagedraft.bench.shapes import ModelShape
 from pagedraft.bench.static_calls import linear_sizes
 from pagedraft.kernels.linear import linear, pack_linear
+from pagedraft.kernels.linear_fused import gated_linear, linear_add_norm
+from pagedraft.kernels.normed import Normed
 from pagedraft.kernels.paged_attention import paged_attention
+from pagedraft.kernels.weight_quant import QuantWeight, WeightFormat, quantize_weight
 
 Linear = Callable[..., torch.Tensor]
 Attention = Callable[..., torch.Tensor]
@@ -26,29 +29,71 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+def _rows_that_differ(
+    name: str, run: Callable[[slice], tuple[torch.Tensor, ...]], row_counts: Sequence[int]
+) -> list[str]:
+    """Compare each row of a call of few rows with the same row in the largest call."""
+    problems = []
+    largest = max(row_counts)
+    whole = run(slice(0, largest))
+    for count in row_counts:
+        for start in sorted({0, (largest - count) // 2, largest - count}):
+            rows = slice(start, start + count)
+            pairs = zip(run(rows), whole, strict=True)
+            if not all(same_bits(part, full[rows]) for part, full in pairs):
+                problems.append(f"linear {name}: {count} rows from {start} of {largest}")
+    return problems
+
+
 def linear_rows(
     model: ModelShape,
     dtype: torch.dtype,
     device: torch.device,
     row_counts: Sequence[int],
     run: Linear = linear,
+    weights: WeightFormat | None = None,
 ) -> list[str]:
-    """Compare each row computed among ``row_counts`` rows with the same row in the largest call."""
+    """Check the projections with a residual; ``weights``: of this format."""
     problems = []
     largest = max(row_counts)
     for name, (num_out, num_in) in linear_sizes(model).items():
-        weight_OI = torch.randn(num_out, num_in, device=device) * num_in**-0.5
-        packed = pack_linear(weight_OI.to(dtype))
+        weight: torch.Tensor | QuantWeight = _weight(num_out, num_in, dtype, device)
+        if weights is not None:
+            weight = quantize_weight(weight, weights)
+        packed = pack_linear(weight, dtype=dtype)
         x_TI = torch.randn(largest, num_in, device=device).to(dtype)
         residual_TO = torch.randn(largest, num_out, device=device).to(dtype)
-        y_TO = run(x_TI, packed, residual_TO=residual_TO)
-        for count in row_counts:
-            for start in sorted({0, (largest - count) // 2, largest - count}):
-                rows = slice(start, start + count)
-                part_TO = run(x_TI[rows], packed, residual_TO=residual_TO[rows])
-                if not same_bits(part_TO, y_TO[rows]):
-                    problems.append(f"linear {name}: {count} rows from {start} of {largest}")
+
+        def call(rows: slice, packed=packed, x_TI=x_TI, residual_TO=residual_TO):
+            return (run(x_TI[rows], packed, residual_TO=residual_TO[rows]),)
+
+        problems += _rows_that_differ(name, call, row_counts)
     return problems
+
+
+def fused_rows(
+    model: ModelShape, dtype: torch.dtype, device: torch.device, row_counts: Sequence[int]
+) -> list[str]:
+    """Check an output projection with residual and norm, and the gated projection behind it."""
+    largest, width = max(row_counts), model.embed_dim
+    sizes = linear_sizes(model)
+    o, gate_up = (
+        pack_linear(_weight(*sizes[name], dtype, device), dtype=dtype) for name in ("o", "gate_up")
+    )
+    x_TI = torch.randn(largest, sizes["o"][1], device=device).to(dtype)
+    residual_TE = torch.randn(largest, width, device=device).to(dtype)
+    norm_E = torch.randn(width, device=device).to(dtype)
+
+    def call(rows: slice) -> tuple[torch.Tensor, ...]:
+        normed, sum_TE = linear_add_norm(x_TI[rows], o, residual_TE[rows], norm_E, 1e-5)
+        parts = (normed.rows_TE, normed.squares_TP) if isinstance(normed, Normed) else (normed,)
+        return *parts, sum_TE, gated_linear(normed, gate_up)
+
+    return _rows_that_differ("with its neighbours", call, row_counts)
+
+
+def _weight(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return (torch.randn(num_out, num_in, device=device) * num_in**-0.5).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pagedraft.bench.row_checks import (
 from pagedraft.bench.shapes import TINY
 from pagedraft.kernels.linear import linear
 from pagedraft.kernels.paged_attention import paged_attention
+from pagedraft.kernels.weight_quant import WEIGHT_FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -66,10 +67,14 @@ def test_sweep_of_attention_leaves_json(dry_run):
     assert all("time" in row and row["problem"] is None for row in document["rows"])
 
 
-def test_every_variant_of_attention_is_compared(dry_run):
+LINEAR_JOBS = ("linear", "linear with its neighbours", *(f"linear, {f}" for f in WEIGHT_FORMATS))
+
+
+def test_every_kind_of_row_is_compared(dry_run):
     folder, _ = dry_run
     log = (folder / "gpu_check-rows.log").read_text()
-    missing = [n for n in ATTENTION_VARIANTS if f"attention, {n}: 0 differences" not in log]
+    jobs = [*(f"attention, {name}" for name in ATTENTION_VARIANTS), *LINEAR_JOBS]
+    missing = [job for job in jobs if f"\n{job}: 0 differences" not in log]
     assert not missing
 
 
