@@ -155,7 +155,8 @@ def _sass_instruction(match: re.Match[str], labels: tuple[str, ...]) -> Instruct
 def _sass_load_bits(name: str) -> int | None:
     if _SASS_TMA.match(name):
         return 0
-    return _sass_width(name) if name.startswith("LDG") else None
+    is_load = name.startswith("LDG") and not name.startswith("LDGDEPBAR")  # that one waits
+    return _sass_width(name) if is_load else None
 
 
 def _sass_store_bits(name: str) -> int | None:
