@@ -35,9 +35,9 @@ def quant_tile(
     group = 0 if weight.group == weight.num_in and not is_int4 else weight.group
     slice_groups = 2 if is_int4 and group == SLICE_BYTES else 1
     # MFMA has no 8 columns. Two groups a slice double x in shared memory; fp32 has no registers
-    # for more.
+    # for more, nor 64 rows (Triton 3.6 on sm_90) without 16-byte loads.
     least = 16 if is_hip else 8
-    most = 16 if element_size == 4 else 64 // slice_groups
+    most = 16 if element_size == 4 else 32 if weight.num_in % 16 else 64 // slice_groups
     block_t = min(max(triton.next_power_of_2(num_rows), least), most)
     unroll = 2 if block_t * slice_groups <= 16 and element_size == 2 else 1
     step = NUM_SLICES * SLICE_BYTES * (2 if is_int4 else 1)

@@ -87,12 +87,7 @@ def _split_bytes(codes, zero, dtype: tl.constexpr, IS_NVIDIA: tl.constexpr):
         if IS_NVIDIA:
             asm: tl.constexpr = _SPLIT_TO_BF16 if dtype == tl.bfloat16 else _SPLIT_TO_FP16
             low, high = tl.inline_asm_elementwise(
-                asm,
-                "=&r,=&r,=&r,=r,r",
-                [codes],
-                dtype=(tl.uint16, tl.uint16),
-                is_pure=True,
-                pack=4,
+                asm, "=&r,=&r,=&r,=r,r", [codes], (tl.uint16, tl.uint16), is_pure=True, pack=4
             )
         else:
             low = codes.to(tl.uint16) << 3 & 0x78 | bits

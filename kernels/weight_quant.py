@@ -128,8 +128,8 @@ def _search_int4(weight_XCK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     """Return (packed codes, scale, zero) of the least squared error among a few grids a group.
 
     Tried are the group's range, parts of it, and the scale that suits the best grid's codes best; a
-    range that is exact is kept. The squared error of normal weights falls by 5 %, 6 % and 9 % in
-    groups of 32, 64 and 128, that of the demo model's by 24 %, 15 % and 13 %.
+    range that is exact is kept. Beside the range alone the squared error of normal weights falls by
+    5 %, 7 % and 10 % in groups of 32, 64 and 128, that of the demo model's by 3 %, 10 % and 11 %.
     """
     low_XC1 = weight_XCK.amin(-1, keepdim=True).clamp(max=0)
     high_XC1 = weight_XCK.amax(-1, keepdim=True).clamp(min=0)
@@ -212,7 +212,8 @@ def dequantize_weight(weight: QuantWeight) -> torch.Tensor:
 def check_weight(weight: QuantWeight) -> None:
     """Raise ValueError or TypeError where ``weight`` is not what ``QuantWeight`` says.
 
-    Reads the codes of fp8 and the zero points: for the time when a model loads.
+    Reads codes, factors and zero points: for the time when a model loads. Tensors on the meta
+    device have no values to check.
     """
     format, group, num_in = weight.format, weight.group, weight.num_in
     if format not in WEIGHT_FORMATS:
@@ -238,6 +239,22 @@ def check_weight(weight: QuantWeight) -> None:
     check_same_device(
         codes=weight.codes, scale_CO=weight.scale_CO, zero_CO=weight.zero_CO, order_I=weight.order_I
     )
+    if not weight.codes.is_meta:
+        _check_values(weight)
+
+
+def _check_values(weight: QuantWeight) -> None:
+    if not bool(weight.scale_CO.isfinite().all()):
+        raise ValueError("scale_CO: expected finite factors, got NaN or infinity")
+    if weight.format == "fp8" and bool((weight.codes.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise ValueError("codes: expected fp8 numbers, got NaN")
+    if weight.zero_CO is not None and bool((weight.zero_CO > 16 * ZERO_STEPS).any()):
+        largest = int(weight.zero_CO.max())
+        raise ValueError(f"zero_CO: expected 0 to {16 * ZERO_STEPS}, got {largest}")
+    if weight.order_I is not None:
+        columns = torch.arange(weight.num_in, device=weight.order_I.device)
+        if not torch.equal(weight.order_I.sort().values, columns):
+            raise ValueError(f"order_I: expected each of {weight.num_in} inputs once")
 
 
 def check_weight_format(format: WeightFormat, device: torch.device) -> None:

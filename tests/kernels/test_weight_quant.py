@@ -162,6 +162,12 @@ def changed(**changes: Any) -> Callable[[], QuantWeight]:
     return lambda: dataclasses.replace(quantize_weight(randn(4, 128), "int4", 64), **changes)
 
 
+def fp8_with_nan() -> QuantWeight:
+    weight = quantize_weight(randn(4, 128), "fp8")
+    weight.codes.view(torch.uint8)[2, 3] = 0xFF
+    return weight
+
+
 # name: (a wrong weight, error, message)
 WRONG: dict[str, tuple[Callable[[], QuantWeight], type[Exception], str]] = {
     "format": (changed(format="int5"), ValueError, "format: expected one of"),
@@ -173,6 +179,10 @@ WRONG: dict[str, tuple[Callable[[], QuantWeight], type[Exception], str]] = {
     "no_zero": (changed(zero_CO=None), ValueError, "zero_CO: expected with int4"),
     "zero_dtype": (changed(zero_CO=torch.zeros(2, 4)), TypeError, "zero_CO: expected dtype"),
     "order": (changed(order_I=torch.arange(64)), ValueError, "order_I: expected shape"),
+    "order_twice": (changed(order_I=torch.zeros(128).long()), ValueError, "each of 128 inputs"),
+    "scale": (changed(scale_CO=torch.full((2, 4), torch.nan)), ValueError, "expected finite fac"),
+    "zero": (changed(zero_CO=torch.full((2, 4), 129).byte()), ValueError, "0 to 128, got 129"),
+    "fp8_nan": (fp8_with_nan, ValueError, "codes: expected fp8 numbers, got NaN"),
 }
 
 
