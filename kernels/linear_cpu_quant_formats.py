@@ -11,14 +11,15 @@
 * ``int4_bf16``: PyTorch's int4 weight-only product, which has fast code for bf16 only: x, a group's
   factors and y are rounded to bf16, sums are fp32. A factor of 5 significant bits and its
   product with an integer zero point are bf16 numbers: then codes stand for the same weights.
-  Measured as above: 0.6 to 0.7 for 1 row, 0.7 to 0.8 for 4, 0.9 to 1.1 for 8, 1.3 to 1.4 from 64 on (each
-  4 rows unpack the codes again). fp32 and fp16 rows take 15 to 20 times as long.
+  Measured as above: 0.6 to 0.7 for 1 row, 0.7 to 0.8 for 4, 0.9 to 1.1 for 8, 1.3 to 1.4 from 64
+  on (each 4 rows unpack the codes again). fp32 and fp16 rows take 15 to 20 times as long.
 * ``fp16_codes``: codes as an fp16 weight (``kernels/linear_cpu.py``), y times the factor.
 * ``dense``: the weights that the codes stand for, mostly fp32.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -101,13 +102,16 @@ def _digits_op() -> Callable[..., torch.Tensor]:
 
 
 def _digits_run(x_TI: torch.Tensor, handle: Any, digits: Digits) -> torch.Tensor:
-    largest_T1 = x_TI.abs().amax(1, keepdim=True).clamp_min_(SMALLEST)
+    largest_T1 = torch.linalg.vector_norm(x_TI, math.inf, 1, keepdim=True).clamp_min_(SMALLEST)
     x_JTI = (x_TI * (digits.units_J11 / largest_T1)).round_()
-    for index in range(len(x_JTI) - 1, 0, -1):  # leaves whole numbers: the op need not round them
-        x_JTI[index].sub_(x_JTI[index - 1], alpha=digits.radix)
+    parts_TI = x_JTI.unbind(0)
+    for index in range(
+        len(parts_TI) - 1, 0, -1
+    ):  # leaves whole numbers: the op need not round them
+        parts_TI[index].sub_(parts_TI[index - 1], alpha=digits.radix)
     with torch._C.DisableTorchFunctionSubclass():  # as in linear_cpu
         y_XO = _digits_op()(x_JTI.flatten(0, 1), 1.0, digits.zero, handle)
-    y_TO, *lower_TO = y_XO.chunk(len(digits.units_J11))
+    y_TO, *lower_TO = y_XO.chunk(len(parts_TI))
     for index, digit_TO in enumerate(lower_TO, start=1):
         y_TO.add_(digit_TO, alpha=float(digits.radix) ** -index)
     return y_TO.mul_(largest_T1)
