@@ -24,7 +24,7 @@ from pagedraft.kernels.check import check_dtype, check_same_device, check_shape
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import Implementation, implementation
 from pagedraft.kernels.normed import Normed, Rows, finish_norm
-from pagedraft.kernels.weight_quant import QuantWeight, dequantize_weight
+from pagedraft.kernels.weight_quant import QuantWeight, check_weight, dequantize_weight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 CPU_WEIGHTS = (linear_cpu.CpuWeight, linear_cpu_quant.CpuQuantWeight)
@@ -80,6 +80,7 @@ def pack_linear(
 def _pack_quantised(
     weight: QuantWeight, bias_O: torch.Tensor | None, dtype: torch.dtype
 ) -> PackedLinear:
+    check_weight(weight)
     bias_O = _checked_bias(bias_O, weight.codes, dtype)
     sizes = weight.num_in, weight.num_out
     if implementation("linear", weight.codes.device, has_cpu=True) != "cpu":

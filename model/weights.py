@@ -19,6 +19,7 @@ from pagedraft.kernels.weight_quant import (
     WEIGHT_FORMATS,
     QuantWeight,
     WeightFormat,
+    check_weight,
     check_weight_format,
 )
 from pagedraft.model import quantized
@@ -257,7 +258,9 @@ def _read_layer(files: Files, part: Part, device: torch.device, has_bias: bool) 
     if bias_O is not None and not has_bias and bool(bias_O.any()):
         raise ValueError(f"{path}: {part.module}.bias: expected zeros, the model has no bias there")
     try:
-        return quantized.read_layer(part.scheme, tensors)
+        weight = quantized.read_layer(part.scheme, tensors)
+        check_weight(weight)
+        return weight
     except ValueError as error:
         raise ValueError(f"{path}: {part.module}: {error}") from None
 
