@@ -44,6 +44,14 @@ def test_baseline_is_of_the_version_in_its_name():
     assert found == {f"forward-{version}.json": version for version in found.values()}
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_a_layer_takes_at_most_seven_launches(baseline, step):
+    counts = {
+        vendor: found["layer"]["launches"] for vendor, found in baseline["steps"][step].items()
+    }
+    assert max(counts.values()) <= 7, counts
+
+
 def test_forward_pass_is_not_worse_than_the_baseline(baseline, tmp_path):
     path = tmp_path / "fresh.json"
     chosen = ("--steps", ",".join(STEPS), "--targets", ",".join(TARGETS))
