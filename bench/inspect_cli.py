@@ -95,6 +95,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line; return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.no_compile and (options.check or options.save_baseline):
+        parser.error("--no-compile: a baseline is about compiled kernels")
     try:
         base = find_base(options.base, is_check=options.check)
         if base is not None:  # what it ran is run again, unless the arguments say otherwise

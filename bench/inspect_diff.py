@@ -206,6 +206,9 @@ def regressions(base: Document, fresh: Document) -> list[str]:
     """Return a line for what CI does not let pass: kernels that do not compile, shared memory over
     the limit, more spills, and more launches than the base has."""
     compare(base, fresh)  # the same setup, or an error
+    for name in ("steps", "targets"):
+        if not set(base[name]) & set(fresh[name]):
+            return [f"nothing to compare: the base has {name} {', '.join(base[name])}"]
     old = _rows(base, fresh)
     lines = []
     for key, row in _rows(fresh, base).items():

@@ -130,4 +130,16 @@ def read_document(path: Path) -> Document:
     wanted = {"triton", "setup", "targets", "steps", "kernels"}
     if not isinstance(document, dict) or not wanted <= document.keys():
         raise ValueError(f"{path}: expected a JSON file of the forward inspector")
+    if not _has_steps(document["steps"]):
+        raise ValueError(f"{path}: expected steps with the launches of their parts")
     return document
+
+
+def _has_steps(steps: object) -> bool:
+    """Whether every step has at least one vendor with its kernels."""
+    return isinstance(steps, dict) and all(
+        isinstance(vendors, dict)
+        and vendors
+        and all(isinstance(found, dict) and "kernels" in found for found in vendors.values())
+        for vendors in steps.values()
+    )

@@ -97,6 +97,8 @@ def _quantised(setup: Setup, shape: tuple[int, ...]) -> QuantWeight:
     assert format is not None
     num_out, num_in = shape
     group = min(setup.weight_group or num_in, num_in)
+    if num_in % group:
+        raise ValueError(f"{format} weights: {num_in} inputs do not divide into groups of {group}")
     code_columns = num_in // 2 if format == "int4" else num_in
     factors = (num_in // group, num_out)
     has_order = setup.weights == "auto" and scheme is not None and scheme.has_order

@@ -97,13 +97,18 @@ def read_tokenizer(folder: Path) -> Any:
         raise ValueError(f"{folder / 'tokenizer.json'}: cannot be read: {error}") from error
 
 
+def check_text(text: str) -> None:
+    """Raise ValueError for what a tokenizer cannot read: halves of characters."""
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError("prompt: expected Unicode text, got bytes that are no valid UTF-8")
+
+
 def encode(prompt: str | list[int], tokenizer: Any) -> list[int]:
     """Token ids of a prompt; ids pass as they are."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("prompt: text needs a tokenizer, and the model's folder has none")
-        if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
-            raise ValueError("prompt: expected Unicode text, got bytes that are no valid UTF-8")
+        check_text(prompt)
         return list(tokenizer.encode(prompt))
     if not isinstance(prompt, (list, tuple)) or any(
         isinstance(token, bool) or not isinstance(token, int) for token in prompt

@@ -15,11 +15,12 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
     "temperature": (0.0, MAX_TEMPERATURE, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),
-    "repetition_penalty": (0.0, 1e6, False),
+    "repetition_penalty": (1e-6, 1e6, True),  # it divides fp32 logits
     "presence_penalty": (-2.0, 2.0, True),
     "frequency_penalty": (-2.0, 2.0, True),
 }
 MAX_BIAS = 100.0
+MAX_INT32 = 2**31 - 1  # what kernels take; no vocabulary has more tokens
 # What a model's generation_config.json may set, and the value that changes nothing.
 MODEL_DEFAULTS: Mapping[str, float] = {
     "temperature": 1.0,
@@ -43,7 +44,7 @@ class SamplingParams:
     top_k: only the k most likely tokens; 0 and -1 are off.
     top_p: only the most likely tokens that together hold this much, above 0, at most 1.
     min_p: only tokens at least this likely relative to the likeliest, 0 to 1.
-    repetition_penalty: above 1 makes tokens of prompt and output less likely, above 0.
+    repetition_penalty: above 1 makes tokens of prompt and output less likely, 1e-6 to 1e6.
     presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and for
         each time they occur there, -2 to 2.
     logit_bias: token id to what is added to its logit, -100 to 100.
@@ -137,7 +138,7 @@ def logit_rules(
         return defaults[name] if value is None else value
 
     return LogitRules(
-        top_k=max(0, int(number("top_k"))),
+        top_k=min(max(0, int(number("top_k"))), MAX_INT32),
         top_p=float(number("top_p")),
         min_p=float(number("min_p")),
         repetition_penalty=float(number("repetition_penalty")),
@@ -145,7 +146,7 @@ def logit_rules(
         frequency_penalty=float(params.frequency_penalty),
         bias=tuple(sorted((params.logit_bias or {}).items())),
         min_tokens=params.min_tokens,
-        stop_ids=tuple(sorted(stop_ids)),
+        stop_ids=tuple(sorted(token for token in stop_ids if token <= MAX_INT32)),
     )
 
 

@@ -80,7 +80,7 @@ def pack_linear(
 def _pack_quantised(
     weight: QuantWeight, bias_O: torch.Tensor | None, dtype: torch.dtype
 ) -> PackedLinear:
-    check_weight(weight)
+    check_weight(weight, reads_values=False)
     bias_O = _checked_bias(bias_O, weight.codes, dtype)
     sizes = weight.num_in, weight.num_out
     if implementation("linear", weight.codes.device, has_cpu=True) != "cpu":

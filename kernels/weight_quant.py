@@ -95,6 +95,8 @@ def quantize_weight(
     if format not in WEIGHT_FORMATS:
         raise ValueError(f"format: expected one of {list(WEIGHT_FORMATS)}, got {format!r}")
     num_out, num_in = weight_OI.shape
+    if weight_OI.numel() == 0:
+        raise ValueError(f"weight_OI: expected at least one weight, got shape {num_out, num_in}")
     if group is None:
         group = num_in if format != "int4" else INT4_GROUPS[0]
     if group < 1 or num_in % group or (format == "int4" and group not in INT4_GROUPS):
@@ -209,11 +211,10 @@ def dequantize_weight(weight: QuantWeight) -> torch.Tensor:
     return natural_OI
 
 
-def check_weight(weight: QuantWeight) -> None:
+def check_weight(weight: QuantWeight, *, reads_values: bool = True) -> None:
     """Raise ValueError or TypeError where ``weight`` is not what ``QuantWeight`` says.
 
-    Reads codes, factors and zero points: for the time when a model loads. Tensors on the meta
-    device have no values to check.
+    reads_values: codes, factors and zero points too: for the time when a model loads.
     """
     format, group, num_in = weight.format, weight.group, weight.num_in
     if format not in WEIGHT_FORMATS:
@@ -239,7 +240,7 @@ def check_weight(weight: QuantWeight) -> None:
     check_same_device(
         codes=weight.codes, scale_CO=weight.scale_CO, zero_CO=weight.zero_CO, order_I=weight.order_I
     )
-    if not weight.codes.is_meta:
+    if reads_values:
         _check_values(weight)
 
 

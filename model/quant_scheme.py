@@ -122,6 +122,8 @@ def _compressed_tensors(values: Mapping[str, Any]) -> QuantScheme:
         raise ValueError(f"config_groups: expected an object with weights, got {_short(group)}")
     _expect(group, "targets", [["Linear"]])
     sparsity = values.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping):
+        raise ValueError(f"sparsity_config: expected an object, got {_short(sparsity)}")
     _expect(sparsity, "format", ["dense"], default="dense")
     weights = group["weights"]
     file_format = _expect(values, "format", list(COMPRESSED_FORMATS))

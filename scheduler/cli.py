@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from pagedraft.decoding.load import encode
 from pagedraft.decoding.params import SamplingParams
 from pagedraft.scheduler.demo import run_demo
 from pagedraft.scheduler.diff import add_diff_command
@@ -126,7 +127,7 @@ def _generate(args: argparse.Namespace) -> int:
     if has_template and not args.raw:
         token_ids = llm.chat_ids([{"role": "user", "content": prompt}])
     else:
-        token_ids = llm.tokenizer.encode(prompt)
+        token_ids = encode(prompt, llm.tokenizer)
     began = time.perf_counter()
     output: list[int] = []
     shown = ""

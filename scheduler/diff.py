@@ -20,6 +20,7 @@ from pagedraft.decoding.diff.report import STAGE_OPS, USED_OPS, Finding, Report
 from pagedraft.decoding.diff.run import Work, check_side, find_divergence
 from pagedraft.decoding.diff.side import Side, swapped
 from pagedraft.decoding.load import (
+    check_text,
     encode,
     load_model,
     load_tokenizer,
@@ -104,6 +105,8 @@ def run_diff(args: argparse.Namespace) -> int:
         tolerance=args.tolerance,
     )
     work.check_fits(config.vocab_size, config.max_positions)
+    if args.json and not Path(args.json).resolve().parent.is_dir():
+        raise ValueError(f"--json: {args.json}: no such folder")
     report = find_divergence(a, b, work)
     _print(args, a, b, work, report, tokenizer)
     if args.json:
@@ -189,6 +192,7 @@ def _token_ids(args: argparse.Namespace, tokenizer: Any) -> list[int]:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not text.strip():
         raise ValueError("prompt: expected text, got none")
+    check_text(text)
     if args.ids:
         try:
             return [int(part) for part in text.split(",")]

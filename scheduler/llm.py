@@ -15,6 +15,7 @@ from pagedraft.decoding.drafters.base import Drafter
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter, check_vocabularies
 from pagedraft.decoding.drafters.lookup import NgramDrafter
 from pagedraft.decoding.load import (
+    check_text,
     default_sampling,
     encode,
     load_model,
@@ -159,6 +160,7 @@ class LLM:
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
+        check_text(text)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def stream(

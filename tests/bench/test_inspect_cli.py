@@ -19,6 +19,8 @@ BAD = {
     "model": (["--model", "nowhere"], "nowhere: no such folder"),
     "fp8": (["--weights", "fp8", "--targets", "sm_80"], "int8 for all"),
     "base": (["--base", "nowhere.json"], "nowhere.json"),
+    "check": (["--check"], "a baseline is about compiled kernels"),
+    "baseline": (["--save-baseline"], "a baseline is about compiled kernels"),
 }
 
 

@@ -162,6 +162,12 @@ def test_regression_is_refused(name):
     assert expected in found if expected else found == ""
 
 
+@pytest.mark.parametrize("name", ["steps", "targets"])
+def test_nothing_in_common_is_refused(name):
+    other = edited(lambda fresh: fresh.update({name: {} if name == "steps" else []}))
+    assert f"nothing to compare: the base has {name}" in regressions(document(), other)[0]
+
+
 def test_fewer_launches_and_spills_pass():
     base = edited(one_more_launch)
     base["kernels"][0]["targets"]["sm_90"]["spill_bytes"] = 16
@@ -180,7 +186,12 @@ def test_document_survives_the_file(tmp_path):
     assert read_document(path) == document()
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"results": []}'])
+TOP = '{"triton": "", "setup": {}, "targets": [], "kernels": [], "steps": '
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"results": []}', *(TOP + s + "}" for s in ("[]", '{"a": {}}', '{"a": 1}'))]
+)
 def test_another_file_is_an_error(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)

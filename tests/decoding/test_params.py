@@ -18,7 +18,11 @@ BAD_PARAMS = {
     "top_p of 0": (ValueError, {"top_p": 0}, "top_p: expected above 0 to 1, got 0"),
     "top_p above 1": (ValueError, {"top_p": 1.1}, "top_p: expected above 0 to 1, got 1.1"),
     "min_p": (ValueError, {"min_p": -0.1}, "min_p: expected from 0 to 1, got -0.1"),
-    "repetition": (ValueError, {"repetition_penalty": 0}, "repetition_penalty: expected above 0"),
+    "repetition": (
+        ValueError,
+        {"repetition_penalty": 0},
+        "repetition_penalty: expected from 1e-06",
+    ),
     "presence": (ValueError, {"presence_penalty": 3}, "presence_penalty: expected from -2 to 2"),
     "frequency": (TypeError, {"frequency_penalty": "1"}, "frequency_penalty: expected a number"),
     "bias as a list": (TypeError, {"logit_bias": [5]}, "logit_bias: expected token ids to numb"),

@@ -146,6 +146,8 @@ ERRORS: dict[str, tuple[Any, ...]] = {
     "nan": (torch.full((2, 64), torch.nan), "int8", None, ValueError, "got one of nan"),
     "infinity": (torch.full((2, 64), torch.inf), "fp8", None, ValueError, "got one of inf"),
     "too_large": (torch.full((2, 64), 3e38), "int4", None, ValueError, "weight_OI: expected fin"),
+    "no_outputs": (randn(0, 64), "int4", None, ValueError, "expected at least one weight"),
+    "no_inputs": (randn(2, 0), "int8", None, ValueError, "expected at least one weight"),
     "rank": (randn(64), "int8", None, ValueError, "weight_OI: expected shape"),
     "dtype": (torch.ones(2, 64).double(), "int8", None, TypeError, "weight_OI: expected dtype"),
 }

@@ -68,6 +68,10 @@ UNSUPPORTED: Mapping[str, tuple[object, str]] = {
         compressed("pack-quantized", **(INT4 | {"num_bits": 8})),
         "num_bits: expected 4, got 8",
     ),
+    "compressed, no object": (
+        compressed("int-quantized", **INT8) | {"sparsity_config": [1]},
+        "sparsity_config: expected an object",
+    ),
     "compressed, sparse": (
         compressed("int-quantized", **INT8) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
         "format: expected dense, got 'sparse-24-bitmask'",

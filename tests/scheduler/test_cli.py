@@ -79,7 +79,7 @@ def test_errors_are_one_line_and_status_2(tmp_path, capsys):
         (["--max-tokens", "0"], "max_tokens: expected an integer >= 1, got 0"),
         (["--temperature", "-1"], "temperature: expected from 0 to 1000000, got -1.0"),
         (["--top-p", "0"], "top_p: expected above 0 to 1, got 0.0"),
-        (["--repetition-penalty", "0"], "repetition_penalty: expected above 0 to 1000000, got 0"),
+        (["--repetition-penalty", "0"], "repetition_penalty: expected from 1e-06 to 1000000"),
         (["--weights", "int3"], "weights: expected one of"),
         (["--device", "cuda"], "there is no CUDA device"),
         (["--dtype", "int3"], "dtype: expected one of"),

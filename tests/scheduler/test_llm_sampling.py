@@ -105,3 +105,19 @@ def test_seeds_come_from_the_submission_index(target):
     assert first == again
     assert first != other
     assert len({tuple(tokens) for tokens in first}) == 3
+
+
+HUGE = {
+    "top_k": {"top_k": 2**70},
+    "stop_ids": {"stop_token_ids": (2**31, 2**70), "min_tokens": 4},
+    "penalty": {"repetition_penalty": 1e6, "presence_penalty": 2},
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_numbers_of_one_request_stop_nobody(llm, name):
+    alone = llm.generate([5, 6, 7], GREEDY)[0].token_ids
+    huge = SamplingParams(max_tokens=4, temperature=1, seed=1, **HUGE[name])
+    [first, second] = llm.generate([[5, 6, 7], [4, 5]], [GREEDY, huge])
+    assert first.token_ids == alone
+    assert (len(second.token_ids), second.finish_reason) == (4, "length")
