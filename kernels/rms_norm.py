@@ -1,6 +1,7 @@
 """Root-mean-square normalisation of each row, with or without a residual added first.
 
-Shapes: x_TE, residual_TE [T, E] fp32, fp16 or bf16, rows contiguous; weight_E [E].
+Shapes: x_TE, residual_TE [T, E] fp32, fp16 or bf16, rows contiguous; weight_E [E] of their dtype or
+    fp32. Where a model stores the weight's distance from 1 (Gemma), it is ``one_plus(stored)``.
 Returns: rms_norm -> y_TE; add_rms_norm -> (y_TE, sum_TE), where sum_TE = x_TE + residual_TE rounded
     to their dtype is what gets normed and is the residual of the next layer.
 Units: ``eps`` is added to the mean of squares.
@@ -25,6 +26,14 @@ from pagedraft.kernels.dispatch import implementation
 
 MAX_EMBED_DIM = 16384
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def one_plus(weight_E: torch.Tensor) -> torch.Tensor:
+    """Return 1 + weight_E in fp32, as every op that takes a norm's weight reads it.
+
+    Formed once at load, not in each kernel: rounded to 16 bits it would lose what is stored.
+    """
+    return 1.0 + weight_E.float()
 
 
 def rms_norm_ref(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:

@@ -283,3 +283,12 @@ def test_a_swapped_neighbour_runs_by_itself(device) -> None:
     with use_reference("gated_mlp"):
         y_TF = gated_linear(x_TI, pair)
     assert_same_bits(y_TF, gated_mlp_ref(linear(x_TI, pair)))
+
+
+def test_a_norms_weight_may_be_fp32(device) -> None:
+    """As ``one_plus`` makes it."""
+    x_TI, weight_OI = (randn(5, 64, dtype=BF16, device=device, seed=s) for s in (1, 2))
+    residual_TE, norm_E = randn(5, 5, dtype=BF16, device=device), 1 + randn(5, device=device) / 256
+    normed, sum_TE = linear_add_norm(x_TI, pack_linear(weight_OI), residual_TE, norm_E, EPS)
+    assert isinstance(normed, Normed)
+    assert_same_bits(normed.rows_TE, (sum_TE.float() * norm_E).bfloat16())

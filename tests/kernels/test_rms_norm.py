@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -13,6 +14,7 @@ from pagedraft.kernels.dispatch import INTERPRETED, use_implementation
 from pagedraft.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_ref,
+    one_plus,
     rms_norm,
     rms_norm_cost,
     rms_norm_ref,
@@ -112,6 +114,20 @@ def test_reference_is_transformers(module):
         exact=rms_norm_ref(x_TE.double(), weight_E.double(), EPS),
         same_dtype=norm(x_TE).detach(),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_weight_may_be_stored_less_one(dtype, device):
+    """Stored values are small: 1 + weight rounded to 16 bits would lose most of them."""
+    x_TE, residual_TE, _ = make(Case(4, 96, dtype), device)
+    stored_E = randn(96, dtype=dtype, device=device, seed=5, scale=2**-8)
+    norm = GemmaRMSNorm(96, eps=EPS).to(device)
+    norm.weight.data.copy_(stored_E)
+    exact = {"exact": norm(x_TE.float()).detach(), "same_dtype": norm(x_TE).detach()}
+    assert_no_worse(rms_norm(x_TE, one_plus(stored_E), EPS), **exact)
+    normed_TE, sum_TE = add_rms_norm(x_TE, residual_TE, one_plus(stored_E), EPS)
+    exact = {"exact": norm(sum_TE.float()).detach(), "same_dtype": norm(sum_TE).detach()}
+    assert_no_worse(normed_TE, **exact)
 
 
 def test_strided_rows_and_inputs_are_kept(device):
