@@ -112,11 +112,12 @@ def main(arguments: Sequence[str]) -> int:
         )
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    _print(found)
+    failed = any(result.problem for result in found.results)
+    if base is None or failed:
+        _print(found)
     for path in filter(None, (options.json, baseline_path() if options.save_baseline else None)):
         write_document(path, found.document)
         print(f"written: {path}")
-    failed = any(result.problem for result in found.results)
     return int(failed | _judge(base, found.document, options))
 
 
@@ -158,6 +159,8 @@ def _setup(options: argparse.Namespace) -> Setup:
         name, config = options.model, CONFIGS[options.model]
     else:
         path = Path(options.model)
+        if not path.exists():
+            raise ValueError(f"--model: expected one of {list(CONFIGS)} or a folder, got {path}")
         folder = path.parent if path.name == "config.json" else path
         name, config = folder.resolve().name, ModelConfig.from_folder(folder)
     return Setup(

@@ -153,6 +153,7 @@ def measure(
     """
     rows: list[Quality] = []
     for recipe in recipes:
+        print(f"{recipe.name} ...", file=sys.stderr, flush=True)
         model = build(config, weights, recipe)
         began = time.perf_counter()
         losses, best = score(model, tokens)

@@ -27,7 +27,7 @@ from pagedraft.decoding.load import (
     resolve_device,
     resolve_dtype,
 )
-from pagedraft.kernels.dispatch import implementation
+from pagedraft.kernels.dispatch import INTERPRETED, implementation
 from pagedraft.model.config import ModelConfig
 from pagedraft.model.demo import resolve_model
 
@@ -245,6 +245,11 @@ def _notes(args: argparse.Namespace, a: Side, b: Side) -> list[str]:
     on_cpu = resolve_device(a.options.get("device", "auto")).type == "cpu"
     if a.exact != b.exact and on_cpu:
         notes.append("exact=False changes nothing on a CPU")
+    if on_cpu and not INTERPRETED and not any("triton" in side.swaps.values() for side in (a, b)):
+        notes.append(
+            "on this CPU the ops' CPU paths and references ran, no Triton kernel: for these a CUDA "
+            "device, or TRITON_INTERPRET=1 with --dtype fp32 and few tokens"
+        )
     return notes
 
 

@@ -16,7 +16,7 @@ BAD = {
     "context": (["--steps", "decode1@999999"], "at most 131072 tokens"),
     "target": (["--targets", "sm_70"], "unknown ['sm_70']"),
     "layers": (["--layers", "1"], "expected 2 or more, got 1"),
-    "model": (["--model", "nowhere"], "nowhere: no such folder"),
+    "model": (["--model", "nowhere"], "or a folder, got nowhere"),
     "fp8": (["--weights", "fp8", "--targets", "sm_80"], "int8 for all"),
     "base": (["--base", "nowhere.json"], "nowhere.json"),
     "check": (["--check"], "a baseline is about compiled kernels"),

@@ -125,6 +125,12 @@ def test_what_changes_nothing_is_said(folder, capsys):
     assert "the sides are alike" in capsys.readouterr().out
 
 
+def test_a_run_without_triton_kernels_is_said(folder, capsys, monkeypatch):
+    monkeypatch.setattr("pagedraft.scheduler.diff.INTERPRETED", False)
+    run(folder)
+    assert "no Triton kernel" in capsys.readouterr().out
+
+
 BAD = {
     "an op": (["--swap", "lineer"], "B: swap 'lineer': expected one of ['rms_norm', "),
     "an op of other runs": (["--swap", "verify"], "B: swap 'verify': expected one of"),
