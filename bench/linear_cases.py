@@ -134,12 +134,13 @@ def _quantised_case(make: Maker, name: WeightFormat, num_out: int, num_in: int) 
         packed = pack_linear(t["weight"])
         return lambda: linear(t["x"], packed)
 
+    weight_size = quantize_weight(torch.zeros(1, num_in), name).bytes_per_weight
     return make.case(
         "linear",
         f"gate_up_{name}",
         partial(_inputs, make, num_out, num_in),
         prepare,
-        _cost(make, num_out, num_in, 0.5 if name == "int4" else 1),
+        _cost(make, num_out, num_in, weight_size),
         "plain weight, ours",
         baseline,
     )

@@ -33,7 +33,9 @@ def verify_rows(
     ]
     if len(positions) != logits_QV.shape[0]:
         raise ValueError(f"logits_QV: expected {len(positions)} rows, got {logits_QV.shape[0]}")
-    prefixes = [row[:i] for row in drafts for i in range(len(row) + 1)]
+    prefixes = None
+    if any(sequence.rules.changes_logits for sequence in sequences):
+        prefixes = [row[:i] for row in drafts for i in range(len(row) + 1)]
     drawn_Q = draw(logits_QV, row_sequences, positions, prefixes)
     if len(positions) == len(sequences):  # no drafts: nothing to compare
         return [[token] for token in drawn_Q.tolist()]

@@ -33,17 +33,14 @@ from itertools import takewhile
 import torch
 
 from pagedraft.kernels.cost import Cost
-from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.verify import Verified
 from pagedraft.kernels.verify_drafts import (
     Drafts,
     Judgement,
     Row,
-    check_drafts,
     judge_rows,
-    judge_rows_cpu,
 )
-from pagedraft.kernels.verify_launch import launch_verify
+from pagedraft.kernels.verify_launch import run_rule
 from pagedraft.kernels.verify_rejection import verify_rejection_cost
 
 
@@ -79,13 +76,7 @@ def verify_block(logits_QV: torch.Tensor, drafts: Drafts) -> Verified:
     Raises ValueError or TypeError for shapes, dtypes or devices that do not fit; the values of
     starts_R1 are not checked.
     """
-    check_drafts(logits_QV, drafts)
-    choice = implementation("verify", logits_QV.device, has_cpu=True)
-    if choice == "cpu":
-        return judge_rows_cpu(judge_block, logits_QV, drafts)
-    if choice == "ref":
-        return verify_block_ref(logits_QV, drafts)
-    return launch_verify(logits_QV, drafts, is_block=True)
+    return run_rule(judge_block, logits_QV, drafts, is_block=True)
 
 
 def verify_block_cost(

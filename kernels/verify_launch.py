@@ -1,13 +1,23 @@
-"""Launches the kernels of the rejection and the block rule (verify_triton.py)."""
+"""Runs the rejection and the block rule, and launches their kernels (verify_triton.py)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
 
+from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.philox import NOISE_CHUNK
 from pagedraft.kernels.verify import Verified
-from pagedraft.kernels.verify_drafts import Drafts
+from pagedraft.kernels.verify_drafts import (
+    Drafts,
+    Judgement,
+    Row,
+    check_drafts,
+    judge_rows,
+    judge_rows_cpu,
+)
 from pagedraft.kernels.verify_judge import NUM_STATS
 from pagedraft.kernels.verify_triton import draw_kernel, overlap_kernel, sums_kernel
 
@@ -16,6 +26,22 @@ SPLIT_COLUMNS = 4096
 _LOG_BLOCK_COLUMNS = 10
 # A draw costs some 250 operations a column: short shares even for one row. Not measured yet.
 DRAW_COLUMNS = 1024
+
+
+def run_rule(
+    judge: Callable[[Row], Judgement], logits_QV: torch.Tensor, drafts: Drafts, *, is_block: bool
+) -> Verified:
+    """Check the arguments and run the rule on what their device runs.
+
+    judge: the rule on the CPU and in the reference; is_block: which one the kernels follow.
+    """
+    check_drafts(logits_QV, drafts)
+    choice = implementation("verify", logits_QV.device, has_cpu=True)
+    if choice == "cpu":
+        return judge_rows_cpu(judge, logits_QV, drafts)
+    if choice == "ref":
+        return judge_rows(judge, logits_QV, drafts)
+    return launch_verify(logits_QV, drafts, is_block=is_block)
 
 
 def launch_verify(logits_QV: torch.Tensor, drafts: Drafts, *, is_block: bool) -> Verified:

@@ -33,17 +33,14 @@ import math
 import torch
 
 from pagedraft.kernels.cost import Cost
-from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.verify import Verified
 from pagedraft.kernels.verify_drafts import (
     Drafts,
     Judgement,
     Row,
-    check_drafts,
     judge_rows,
-    judge_rows_cpu,
 )
-from pagedraft.kernels.verify_launch import launch_verify
+from pagedraft.kernels.verify_launch import run_rule
 
 
 def judge_tokens(row: Row) -> Judgement:
@@ -68,13 +65,7 @@ def verify_rejection(logits_QV: torch.Tensor, drafts: Drafts) -> Verified:
     Raises ValueError or TypeError for shapes, dtypes or devices that do not fit; the values of
     starts_R1 are not checked.
     """
-    check_drafts(logits_QV, drafts)
-    choice = implementation("verify", logits_QV.device, has_cpu=True)
-    if choice == "cpu":
-        return judge_rows_cpu(judge_tokens, logits_QV, drafts)
-    if choice == "ref":
-        return verify_rejection_ref(logits_QV, drafts)
-    return launch_verify(logits_QV, drafts, is_block=False)
+    return run_rule(judge_tokens, logits_QV, drafts, is_block=False)
 
 
 def verify_rejection_cost(
