@@ -23,7 +23,8 @@ import pagedraft.kernels.dispatch
 config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                      num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32)
 model = LlamaForCausalLM(config).eval()
-ids = model.generate(torch.tensor([[1, 5, 7]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+ids = model.generate(torch.tensor([[1, 5, 7]]), min_new_tokens=4, max_new_tokens=4,
+                     do_sample=False, pad_token_id=0)
 assert ids.shape == (1, 7), ids.shape
 print(getattr(sys.modules.get("kernels"), "__file__", None))
 """
