@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
+
+import torch
 
 from pagedraft.decoding.logit_rules import LogitRules
 
+# Called with a request's output ids and the raw fp32 logits [V] of the next token; returns logits.
+LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
+AcceptRule = Literal["match", "rejection", "block"]
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 1024
 MAX_TEMPERATURE = 1e6  # all tokens are alike long before that; 1 / T must stay a normal fp32
 # name: (lowest, highest, whether the lowest itself is allowed)
 RANGES: Mapping[str, tuple[float, float, bool]] = {
@@ -48,13 +54,25 @@ class SamplingParams:
     presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and for
         each time they occur there, -2 to 2.
     logit_bias: token id to what is added to its logit, -100 to 100.
+    logits_processors: called with the output ids so far and the raw logits [V] of the next token,
+        before everything else; each returns logits. They are called at drafted positions too, with
+        the drafts among the output ids, and must be functions of their arguments alone.
     seed: fixes the noise, 0 <= seed < 2**64; None derives one from the LLM's seed and the order of
         submission.
+    n: samples of the prompt, 1 to 1024, each with noise of its own.
+    stop: text that ends the request where it appears in the output, one or several; it is cut off
+        the text, and the tokens up to it are kept. What ends within ``min_tokens`` tokens is
+        ignored.
+    include_stop_str_in_output: keep that text in the output.
     stop_token_ids: ids that end the request besides the model's EOS; the id itself is kept.
     ignore_eos: do not end at the model's EOS.
     logprobs: None for none, else how many of the most likely tokens to report beside the chosen
         one, 0 to 20.
     speculate: False turns drafts off for this request; its output is the same either way.
+    k: drafts a step, 0 and more; None leaves the choice to the engine.
+    accept: how drafts are judged. "match": a draft counts if it is the token that the target draws;
+        the output is that of plain decoding. "rejection", "block": more drafts are accepted when
+        sampling, and the output has the same distribution but is not the same.
     """
 
     max_tokens: int = 16
@@ -67,11 +85,17 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
     seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] | str | None = None
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = field(default=())
     ignore_eos: bool = False
     logprobs: int | None = None
     speculate: bool = True
+    k: int | None = None
+    accept: AcceptRule = "match"
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop_token_ids, Collection) or isinstance(self.stop_token_ids, str):
@@ -92,6 +116,14 @@ class SamplingParams:
             check_int("stop_token_ids", token_id, 0)
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        check_int("n", self.n, 1, MAX_SAMPLES)
+        if self.k is not None:
+            check_int("k", self.k, 0)
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
+        if self.accept not in get_args(AcceptRule):
+            rules = list(get_args(AcceptRule))
+            raise ValueError(f"accept: expected one of {rules}, got {self.accept!r}")
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -101,6 +133,24 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
         raise TypeError(f"{name}: expected an integer {span}, got {value!r}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name}: expected an integer {span}, got {value}")
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    """``stop`` as a tuple; each text once."""
+    if stop is None or isinstance(stop, str):
+        stop = () if stop is None else (stop,)
+    if not isinstance(stop, Collection) or any(not isinstance(text, str) for text in stop):
+        raise TypeError(f"stop: expected text or a list of texts, got {stop!r}")
+    if "" in stop:
+        raise ValueError("stop: expected texts of at least one character, got an empty one")
+    return tuple(dict.fromkeys(stop))
+
+
+def _processors(processors: object) -> tuple[LogitsProcessor, ...]:
+    is_list = isinstance(processors, Collection) and not isinstance(processors, str)
+    if not is_list or any(not callable(processor) for processor in processors):  # type: ignore
+        raise TypeError(f"logits_processors: expected callables, got {processors!r}")
+    return tuple(processors)  # type: ignore
 
 
 def _check_range(name: str, value: object) -> None:

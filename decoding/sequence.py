@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagedraft.decoding.logit_rules import NEUTRAL, LogitRules, TokenCounts
+from pagedraft.decoding.params import AcceptRule, LogitsProcessor
 
 
 @dataclass(eq=False)
@@ -13,7 +14,10 @@ class Sequence:
 
     token_ids: the committed context: prompt, then output. Only ``append`` changes it.
     num_prompt: how many of them are the prompt.
-    temperature, seed, rules: how its tokens are drawn; fixed for its life.
+    temperature, seed, sample_index, rules, processors, accept: how its tokens are drawn and its
+        drafts accepted; fixed for its life. sample_index: which of a prompt's n samples it is.
+    failures: position to why no token could be drawn there, for positions after the context that a
+        row of drafts reached; they count only where decoding gets to them.
     block_ids: the pool blocks it owns, in order; shared by the target's and the draft's pools.
     num_written: tokens whose target KV is in the pool and committed. Rolling back a rejected draft
         is setting this count: nothing is copied.
@@ -25,9 +29,13 @@ class Sequence:
     temperature: float
     seed: int
     rules: LogitRules = NEUTRAL
+    sample_index: int = 0
+    processors: tuple[LogitsProcessor, ...] = ()
+    accept: AcceptRule = "match"
     block_ids: list[int] = field(default_factory=list)
     num_written: int = 0
     num_draft_written: int = 0
+    failures: dict[int, str] = field(default_factory=dict)
     _counts: TokenCounts = field(default_factory=TokenCounts, repr=False)
 
     @property
@@ -57,6 +65,7 @@ class Sequence:
         drafts are committed tokens, so what a model wrote for them stays valid.
         """
         self.token_ids.extend(tokens)
+        self.failures.clear()
         self.num_written = len(self.token_ids) - 1
         self.num_draft_written = min(self.num_draft_written, len(self.token_ids) - 1)
 

@@ -166,7 +166,7 @@ class Engine:
             self.target.config.vocab_size,
         )
         for row, (request, tokens) in enumerate(zip(granted, proposed, strict=True)):
-            drafts[request] = tokens
+            drafts[request] = tokens.tokens
             if row in errors:
                 request.speculating = False
                 request.stats.drafter_errors.append(errors[row])

@@ -1,31 +1,61 @@
 """What a drafter is: something that proposes tokens the target may accept.
 
 A drafter can be as wrong as it likes: under the match rule every emitted token is the target's own
-draw, so a drafter changes speed and nothing else.
+draw, so a drafter changes speed and nothing else. Under the rejection and the block rule the output
+has the target's distribution as long as a drafter that samples says what it sampled from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from pagedraft.decoding.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The drafts of one sequence.
+
+    tokens: what may follow its committed context, in order; none is a normal answer.
+    q_KV: fp32 [len(tokens), V] over the target's vocabulary, what each token was drawn from; None
+        where the drafter did not draw (q is 1 at the draft). Read under the rejection and the block
+        rule only.
+    evidence: how much speaks for the proposal, in a unit of the drafter's own (a lookup: the length
+        of its match in tokens). The controller learns how often each amount is right.
+    """
+
+    tokens: list[int]
+    q_KV: torch.Tensor | None = None
+    evidence: int = 0
 
 
 class Drafter(Protocol):
     """Proposes drafts for a batch of sequences.
 
-    name: what error messages call it.
+    name: what statistics and error messages call it.
+
+    A drafter that runs no model (an attribute ``is_lookup = True``; the default is False) is asked
+    at every step, before the plan, and owns no blocks for its drafts: what it proposes costs
+    nothing until it is verified. Others are asked for what the plan granted.
     """
 
     name: str
 
-    def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> Seq[list[int] | Proposal]:
         """Return at most ``num_drafts[i]`` tokens that may follow ``sequences[i]``.
 
-        Fewer, also none, is a normal answer. Must not change ``token_ids``. The sequence owns
-        blocks for ``num_tokens + num_drafts[i]`` tokens.
+        Fewer, also none, is a normal answer. Must not change ``token_ids``. Unless it is a lookup,
+        the sequence owns blocks for ``num_tokens + num_drafts[i]`` tokens.
         """
 
     def on_free(self, sequence: Sequence) -> None:
         """The sequence has ended or lost its KV: drop what is kept for it."""
+
+
+def is_lookup(drafter: Drafter) -> bool:
+    """Whether the drafter runs no model and may be asked at every step."""
+    return bool(getattr(drafter, "is_lookup", False))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence as Seq
 
-from pagedraft.decoding.drafters.base import Drafter
+from pagedraft.decoding.drafters.base import Drafter, Proposal
 from pagedraft.decoding.sequence import Sequence
 
 
 def propose_safely(
     drafter: Drafter, sequences: Seq[Sequence], num_drafts: Seq[int], vocab_size: int
-) -> tuple[list[list[int]], dict[int, str]]:
+) -> tuple[list[Proposal], dict[int, str]]:
     """Return usable drafts a row, and an error message for each row whose drafter failed.
 
     A batch that raises is asked again row by row, so that only the guilty rows lose their drafts.
@@ -21,12 +21,12 @@ def propose_safely(
     try:
         return _propose(drafter, sequences, num_drafts, vocab_size), errors
     except Exception:
-        proposed = []
+        proposed: list[Proposal] = []
     for row, (sequence, k) in enumerate(zip(sequences, num_drafts, strict=True)):
         try:
             proposed += _propose(drafter, [sequence], [k], vocab_size)
         except Exception as error:
-            proposed.append([])
+            proposed.append(Proposal([]))
             errors[row] = f"{type(error).__name__}: {error}"
     return proposed, errors
 
@@ -42,17 +42,25 @@ def free_safely(drafter: Drafter, sequence: Sequence) -> str | None:
 
 def _propose(
     drafter: Drafter, sequences: Seq[Sequence], num_drafts: Seq[int], vocab_size: int
-) -> list[list[int]]:
+) -> list[Proposal]:
     """Propose, as plain integers: what is emitted later must not be the drafter's own objects."""
     proposed = drafter.propose(sequences, num_drafts)
     if len(proposed) != len(sequences):
         raise ValueError(f"{drafter.name}: expected {len(sequences)} rows, got {len(proposed)}")
     return [
-        _usable([operator.index(token) for token in tokens][:k], vocab_size)
-        for tokens, k in zip(proposed, num_drafts, strict=True)
+        _usable(row if isinstance(row, Proposal) else Proposal(row), k, vocab_size)
+        for row, k in zip(proposed, num_drafts, strict=True)
     ]
 
 
-def _usable(tokens: list[int], vocab_size: int) -> list[int]:
+def _usable(proposal: Proposal, k: int, vocab_size: int) -> Proposal:
+    tokens = [operator.index(token) for token in proposal.tokens][:k]
     bad = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), None)
-    return tokens[:bad]
+    return cut(Proposal(tokens, proposal.q_KV, int(proposal.evidence)), bad)
+
+
+def cut(proposal: Proposal, num_drafts: int | None) -> Proposal:
+    """The first ``num_drafts`` drafts of ``proposal``; None: all."""
+    tokens = proposal.tokens[:num_drafts]
+    q_KV = None if proposal.q_KV is None else proposal.q_KV[: len(tokens)]
+    return Proposal(tokens, q_KV, proposal.evidence)
