@@ -1,7 +1,8 @@
 """Drawing tokens: the one place where a sequence's parameters and position meet a kernel.
 
-Draft and target call the same function, so at one position they share the noise and agree as often
-as the two models do.
+Under the match rule draft and target draw with the noise of the position, so they agree as often as
+the two models do. Under the other rules a draft has noise of its own, and says what it was drawn
+from.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 import torch
 
 from pagedraft.decoding.logit_rules import LogitRules
+from pagedraft.decoding.processors import run_processors
 from pagedraft.decoding.sequence import Sequence
-from pagedraft.kernels.sample import sample
+from pagedraft.kernels.sample import process_logits, sample
 from pagedraft.kernels.sample_batch import (
     BannedIds,
     DraftPrefix,
@@ -24,6 +26,7 @@ from pagedraft.kernels.sample_batch import (
     Penalties,
     SampleBatch,
 )
+from pagedraft.kernels.verify_drafts import proposal_seed
 
 _INT64_SIGN = 2**63
 
@@ -38,9 +41,95 @@ def draw(
 
     sequences: whose row it is, one entry a row; positions: index of the drawn token in its context;
     prefixes: the drafts between the sequence's committed context and that position, None for none.
-    Logits of rows whose sequence has rules that change them are changed in place.
+    Rows of sequences for which ``changes_logits`` holds are changed in place.
     """
+    run_processors(logits_QV, sequences, positions, prefixes)
     return sample(logits_QV, sample_batch(logits_QV.device, sequences, positions, prefixes))
+
+
+def process(
+    logits_QV: torch.Tensor,
+    sequences: Seq[Sequence],
+    positions: Seq[int],
+    prefixes: Seq[Seq[int]] | None = None,
+) -> None:
+    """Replace fp32 logits by those that the rows draw from: softmax is their distribution.
+
+    Arguments as in ``draw``. A greedy row keeps its token alone; a row without a token is NaN.
+    """
+    run_processors(logits_QV, sequences, positions, prefixes)
+    with torch.inference_mode():  # the logits of a forward pass may be changed in it alone
+        batch = sample_batch(logits_QV.device, sequences, positions, prefixes)
+        process_logits(logits_QV, batch)
+
+
+def draw_drafts(
+    logits_QV: torch.Tensor,
+    sequences: Seq[Sequence],
+    prefixes: Seq[Seq[int]],
+    *,
+    vocab_size: int | None = None,
+) -> tuple[list[int], torch.Tensor | None]:
+    """Draw one draft a sequence from a draft model's logits: tokens and what they were drawn from.
+
+    prefixes: what this round has drafted for each sequence; the draft follows it. vocab_size: of
+    the target; tokens that only one of the two models knows are never drawn. None: it is that of
+    the logits.
+
+    Returns (tokens, q_QV): -1 for a row without a finite maximum; q_QV fp32 [Q, vocab_size], for
+    rows whose drafts are judged against it: those of the match rule are unspecified there, and it
+    is None where all rows are. Rows of sequences that ``changes_logits`` are changed in place.
+    """
+    positions = [s.num_tokens + len(prefix) for s, prefix in zip(sequences, prefixes, strict=True)]
+    if vocab_size is not None and logits_QV.shape[1] != vocab_size:
+        missing = vocab_size - logits_QV.shape[1]
+        logits_QV = torch.nn.functional.pad(logits_QV, (0, missing), value=-torch.inf)
+    judged = [row for row, sequence in enumerate(sequences) if sequence.accept != "match"]
+    if not judged:
+        return draw(logits_QV, sequences, positions, prefixes).tolist(), None
+    if len(judged) == len(sequences):
+        tokens_Q, q_QV = _draw_judged(logits_QV, sequences, positions, prefixes)
+        return tokens_Q.tolist(), q_QV
+    matched = [row for row, sequence in enumerate(sequences) if sequence.accept == "match"]
+    q_QV = torch.empty_like(logits_QV)
+    tokens_Q = q_QV.new_empty(len(sequences), dtype=torch.int64)
+
+    def picked(rows: list[int]) -> tuple[Any, ...]:
+        return tuple([values[row] for row in rows] for values in (sequences, positions, prefixes))
+
+    tokens_Q[matched] = draw(logits_QV[matched], *picked(matched))
+    tokens_Q[judged], q_QV[judged] = _draw_judged(logits_QV[judged], *picked(judged))
+    return tokens_Q.tolist(), q_QV
+
+
+def _draw_judged(
+    logits_QV: torch.Tensor,
+    sequences: Seq[Sequence],
+    positions: Seq[int],
+    prefixes: Seq[Seq[int]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw rows from their softmax, with the noise of their round; both are returned."""
+    process(logits_QV, sequences, positions, prefixes)
+    device = logits_QV.device
+    round_Q = torch.tensor([s.num_tokens for s in sequences], device=device)
+    index_Q = torch.tensor([s.sample_index for s in sequences], device=device)
+    batch = SampleBatch(
+        temperature_Q=torch.ones(len(sequences), device=device),
+        seed_Q=proposal_seed(seeds(device, sequences), round_Q, index_Q),
+        position_Q=torch.tensor(positions, device=device),
+        sample_index_Q=index_Q,
+    )
+    return sample(logits_QV, batch), logits_QV.softmax(-1)
+
+
+def seeds(device: torch.device, sequences: Seq[Sequence]) -> torch.Tensor:
+    """Their seeds, int64 [len(sequences)]: the 64 bits of each as a signed integer."""
+    return torch.tensor([_signed(sequence.seed) for sequence in sequences], device=device)
+
+
+def changes_logits(sequence: Sequence) -> bool:
+    """Whether its logits are edited in place, by what is before them, ahead of the draw."""
+    return bool(sequence.processors) or sequence.rules.changes_logits
 
 
 def sample_batch(
@@ -63,9 +152,11 @@ def sample_batch(
     if any(row.changes_logits for row in rules):
         prefixes = prefixes or [()] * len(sequences)
         optional |= _edits(tensor, sequences, prefixes)
+    if any(sequence.sample_index for sequence in sequences):
+        optional["sample_index_Q"] = tensor([s.sample_index for s in sequences], torch.int64)
     return SampleBatch(
         temperature_Q=tensor([s.temperature for s in sequences], torch.float32),
-        seed_Q=tensor([_signed(s.seed) for s in sequences], torch.int64),
+        seed_Q=seeds(device, sequences),
         position_Q=tensor(positions, torch.int64),
         **optional,
     )
@@ -150,5 +241,5 @@ def _starts(lists: Seq[Seq[Any]]) -> list[int]:
 
 
 def _signed(seed: int) -> int:
-    """The 64 bits of ``seed`` as a signed integer, which is what a tensor can hold."""
+    """``seed``, below 2**64, as what an int64 can hold."""
     return seed - 2 * _INT64_SIGN if seed >= _INT64_SIGN else seed

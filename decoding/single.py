@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
+from pagedraft.decoding.drafters.base import Proposal
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter, check_vocabularies
 from pagedraft.decoding.draw import draw
 from pagedraft.decoding.load import encode, load_model, load_tokenizer
@@ -30,21 +31,24 @@ def generate_with_kv_cache(
     max_length: int,
     *,
     params: SamplingParams | None = None,
+    sample_index: int = 0,
 ) -> Prompt:
     """Continue ``prompt`` until EOS or until it has ``max_length`` tokens in all.
 
     model: a folder, a hub id, ``demo`` or a loaded Transformer. The result is of the prompt's kind,
     text or token ids, and holds the prompt too. Greedy unless ``params`` gives a temperature.
+    sample_index: which of the prompt's samples, each with noise of its own.
     """
     target = load_model(model)
     tokenizer = load_tokenizer(target) if isinstance(prompt, str) else None
-    sequence, cache = _start(target, encode(prompt, tokenizer), max_length, params)
+    token_ids = encode(prompt, tokenizer)
+    sequence, cache = _start(target, token_ids, max_length, params, sample_index)
     stop_ids = _stop_ids(target, params)
     while sequence.num_tokens < max_length:
         batch = _batch(target, sequence, [], num_logits=1)
         logits_1V = target.forward(batch, cache)
         token = int(draw(logits_1V, [sequence], [sequence.num_tokens]))
-        _check_token(token, sequence)
+        _check_tokens([token], sequence)
         sequence.append([token])
         if token in stop_ids:
             break
@@ -59,12 +63,15 @@ def speculative_decode(
     *,
     max_length: int | None = None,
     params: SamplingParams | None = None,
+    sample_index: int = 0,
 ) -> Prompt:
     """The output of ``generate_with_kv_cache(target_model, prompt, max_length)``, sooner.
 
     Each round the draft model proposes ``num_drafts`` tokens and the target draws its own token at
     every one of these positions in a single pass. Drafts that equal the target's draws are kept,
     and the draw at the first mismatch (or after the last draft) is one more token for free.
+    With ``params.accept`` of "rejection" or "block" drafts are judged by their probabilities
+    instead: more are kept, and the output has the same distribution but is not the same.
     max_length counts all tokens; None means the prompt plus ``params.max_tokens``.
     """
     target, draft = load_model(target_model), load_model(draft_model)
@@ -73,7 +80,7 @@ def speculative_decode(
     token_ids = encode(prompt, tokenizer)
     if max_length is None:
         max_length = len(token_ids) + (params or SamplingParams()).max_tokens
-    sequence, cache = _start(target, token_ids, max_length, params)
+    sequence, cache = _start(target, token_ids, max_length, params, sample_index)
     stop_ids = _stop_ids(target, params)
     draft_cache = _cache(draft, max_length)
     drafter = DraftModelDrafter(
@@ -82,13 +89,14 @@ def speculative_decode(
     while sequence.num_tokens < max_length:
         k = min(num_drafts, max_length - sequence.num_tokens - 1)
         [drafts] = drafter.propose([sequence], [k])
-        batch = _batch(target, sequence, drafts, num_logits=len(drafts) + 1)
+        proposal = drafts if isinstance(drafts, Proposal) else Proposal(drafts)
+        batch = _batch(target, sequence, proposal.tokens, num_logits=len(proposal.tokens) + 1)
         logits_LV = target.forward(batch, cache)
-        [tokens] = verify_rows(logits_LV, [sequence], [drafts])
+        [tokens] = verify_rows(logits_LV, [sequence], [proposal])
         stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
         if stop is not None:
             tokens = tokens[: stop + 1]
-        _check_token(tokens[-1], sequence)
+        _check_tokens(tokens, sequence)
         sequence.append(tokens)  # rolls the KV of rejected drafts back: a count, not a copy
         if stop is not None:
             break
@@ -96,7 +104,11 @@ def speculative_decode(
 
 
 def _start(
-    model: Transformer, token_ids: list[int], max_length: int, params: SamplingParams | None
+    model: Transformer,
+    token_ids: list[int],
+    max_length: int,
+    params: SamplingParams | None,
+    sample_index: int,
 ) -> tuple[Sequence, KVCache]:
     if not token_ids:
         raise ValueError("prompt: expected at least one token, got none")
@@ -117,6 +129,9 @@ def _start(
         temperature=1.0 if params.temperature is None else params.temperature,
         seed=params.seed or 0,
         rules=logit_rules(params, MODEL_DEFAULTS, stop_ids),
+        sample_index=sample_index,
+        processors=params.logits_processors,
+        accept=params.accept,
         block_ids=list(range(1, cache.num_blocks)),
     )
     return sequence, cache
@@ -143,9 +158,12 @@ def _batch(model: Transformer, sequence: Sequence, drafts: list[int], num_logits
     )
 
 
-def _check_token(token: int, sequence: Sequence) -> None:
-    if token < 0:
-        raise ValueError(f"logits: no finite maximum at position {sequence.num_tokens} (NaN?)")
+def _check_tokens(tokens: list[int], sequence: Sequence) -> None:
+    """Raise ValueError where the last of a step's tokens could not be drawn, saying why."""
+    if tokens[-1] < 0:
+        position = sequence.num_tokens + len(tokens) - 1
+        reason = f"logits: no finite maximum at position {position} (NaN?)"
+        raise ValueError(sequence.failures.get(position, reason))
 
 
 def _finish(prompt: Prompt, sequence: Sequence, tokenizer) -> Prompt:  # noqa: ANN001
