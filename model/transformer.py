@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,19 @@ class Transformer:
             gate_up=pack(get("gate_up")),
             down=pack(get("down")),
         )
+
+    def first_layers(self, num_layers: int) -> Transformer:
+        """The model of the first ``num_layers`` layers, then the final norm and head.
+
+        It shares the weights; ``weight_bytes`` stays that of the whole. It runs over this model's
+        KV cache, whose first layers it writes as the whole model does.
+        """
+        if not 1 <= num_layers <= len(self.layers):
+            raise ValueError(f"num_layers: expected 1 to {len(self.layers)}, got {num_layers}")
+        view = copy.copy(self)
+        view.layers = self.layers[:num_layers]
+        view.config = replace(self.config, num_layers=num_layers)
+        return view
 
     @property
     def row_multiple(self) -> int:

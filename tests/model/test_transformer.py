@@ -94,6 +94,48 @@ def test_bits_on_interpreted_kernels(saved):
 
 
 @pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_first_layers_are_a_model(tmp_path, name):
+    """That of transformers with the other layers taken out."""
+    reference = save_tiny(tmp_path, name, num_hidden_layers=3)
+    reference.model.layers = reference.model.layers[:2]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([TOKENS])).logits[0]
+    model = Transformer.from_folder(tmp_path)
+    logits = feed(model.first_layers(2), FEEDS["prompt and verify"])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
+    assert len(model.layers) == model.config.num_layers == 3
+    assert not torch.allclose(feed(model, [13]), expected, rtol=1e-2)
+
+
+@pytest.mark.usefixtures("cpu_path")
+def test_first_layers_write_what_the_model_writes(saved):
+    model = Transformer.from_folder(saved["llama"][0], dtype=torch.bfloat16)
+    batch = build_step_batch(
+        [Span(TOKENS, 0, [1, 2], 1)],
+        block_size=BLOCK_SIZE,
+        device=model.device,
+        row_multiple=model.row_multiple,
+    )
+    pools = []
+    for part in (model, model.first_layers(1)):
+        cache = KVCache(model.config, 3, BLOCK_SIZE, model.activation_dtype, model.device)
+        for tensor in cache.tensors:
+            tensor.zero_()
+        part.forward(batch, cache)
+        pools.append(cache.tensors)
+    whole, first = pools
+    assert torch.equal(whole[0], first[0]) and torch.equal(whole[2], first[2])
+    assert whole[1].any() and not first[1].any()
+
+
+@pytest.mark.parametrize("num_layers", [0, 3])
+def test_first_layers_are_refused(saved, num_layers):
+    with pytest.raises(ValueError, match=f"num_layers: expected 1 to 2, got {num_layers}"):
+        Transformer.from_folder(saved["llama"][0]).first_layers(num_layers)
+
+
+@pytest.mark.usefixtures("cpu_path")
 def test_prompt_chunks_without_logits_cost_no_head(saved):
     model = Transformer.from_folder(saved["llama"][0])
     cache = KVCache(model.config, 6, BLOCK_SIZE, model.activation_dtype, model.device)
