@@ -7,6 +7,11 @@ chunk, a decoded token and a row of drafts to verify are spans of one budget.
 Order of claims on budget and blocks: pending tokens of running requests, then their drafts, then
 admission of waiting requests, each by priority and arrival. Drafts never preempt anybody and
 never cost a running request its pending token.
+
+A request is admitted with what others have computed of its tokens (``Prefixes``: prefix cache,
+forks), so blocks can have several owners. Preempting an owner then frees nothing by itself, but
+the most important running request still always runs: at worst all others are preempted, and then
+every block is its own, free or evictable.
 """
 
 from __future__ import annotations
@@ -43,6 +48,15 @@ class Schedulable(Protocol):
 
 
 RequestT = TypeVar("RequestT", bound=Schedulable)
+_RequestT = TypeVar("_RequestT", bound=Schedulable, contravariant=True)
+
+
+class Prefixes(Protocol[_RequestT]):
+    """Gives a waiting request the blocks that others have computed (scheduler/prefix.py)."""
+
+    def is_ready(self, request: _RequestT, /) -> bool: ...  # False: it waits for another to run
+    def attach(self, request: _RequestT, /) -> None: ...  # sets block_ids and num_written
+    def detach(self, request: _RequestT, /) -> None: ...  # gives back what attach gave, grants too
 
 
 @dataclass
@@ -64,12 +78,15 @@ def plan_step(
     token_budget: int,
     max_rows: int,
     chunk_tokens: int | None = None,
+    prefixes: Prefixes[RequestT] | None = None,
 ) -> StepPlan[RequestT]:
     """Plan one step, and grant every scheduled request the blocks of its whole span.
 
     ``chunk_tokens`` caps the pending tokens of one request. A full pool preempts the youngest of
     the lowest priority, and nobody is admitted in such a step. The most important running request
-    always runs, provided that each request passed ``fits_pool``.
+    always runs, provided that each request passed ``fits_pool``. A waiting request is attached
+    right before its first grant, and detached if it is not admitted; one that is not ready is
+    passed over.
     """
     chunk = token_budget if chunk_tokens is None else chunk_tokens
     if min(token_budget, max_rows, chunk) < 1:
@@ -95,19 +112,51 @@ def plan_step(
         budget -= _add_drafts(plan, request, budget, pool)
     if plan.preempted:
         return plan
-    for request in heapq.nsmallest(max_rows - len(rows), waiting, key=_rank):
-        span = min(_num_pending(request), chunk, budget)
-        if span == 0 or not _grant(request, span, pool):
-            break
-        plan.admitted.append(request)
-        plan.scheduled[request] = span
-        budget -= span + _add_drafts(plan, request, budget - span, pool)
+    _admit(plan, _ready(waiting, prefixes, max_rows - len(rows)), pool, budget, chunk, prefixes)
     return plan
 
 
 def fits_pool(num_tokens_total: int, pool: BlockPool) -> bool:
     """Whether a request of that many tokens (prompt and all outputs) could run alone."""
     return pool.blocks_for(num_tokens_total) <= pool.num_usable
+
+
+def _ready(
+    waiting: Iterable[RequestT], prefixes: Prefixes[RequestT] | None, count: int
+) -> list[RequestT]:
+    """The first ``count`` waiting requests that can start now.
+
+    Chosen before any of them is attached: a fork and its parent never start in one step, so what
+    is copied for a fork is no copy of this step itself.
+    """
+    if count <= 0:
+        return []
+    able = waiting if prefixes is None else filter(prefixes.is_ready, waiting)
+    return heapq.nsmallest(count, able, key=_rank)
+
+
+def _admit(
+    plan: StepPlan[RequestT],
+    candidates: Iterable[RequestT],
+    pool: BlockPool,
+    budget: int,
+    chunk: int,
+    prefixes: Prefixes[RequestT] | None,
+) -> None:
+    """Schedule waiting requests in order, up to the first that budget or pool have no room for."""
+    for request in candidates:
+        if budget == 0 or pool.num_free == 0:  # each needs a block: its last token is never cached
+            break
+        if prefixes is not None:
+            prefixes.attach(request)
+        span = min(_num_pending(request), chunk, budget)
+        if not _grant(request, span, pool):
+            if prefixes is not None:
+                prefixes.detach(request)
+            break
+        plan.admitted.append(request)
+        plan.scheduled[request] = span
+        budget -= span + _add_drafts(plan, request, budget - span, pool)
 
 
 def _rank(request: Schedulable) -> tuple[int, int]:

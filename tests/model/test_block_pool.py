@@ -1,8 +1,9 @@
-"""The block pool: every block is free once or has one owner, and misuse names the block."""
+"""The block pool: every block is free, owned or evictable, and misuse names the block."""
 
 from __future__ import annotations
 
 import random
+from itertools import chain
 
 import pytest
 from hypothesis import settings
@@ -86,10 +87,10 @@ def test_bad_free_names_the_block_and_frees_none(
 BAD_TABLES = {
     "leak of one block": ({"a": [1], "b": [3]}, "block 2: owned by 'a', but not free"),
     "leak of an owner": ({"a": [1, 2]}, "block 3: owned by 'b', but not free"),
-    "two owners": ({"a": [1, 2], "b": [3, 2]}, "block 2: listed by 'b', but also listed by 'a'"),
+    "one owner too many": ({"a": [1, 2], "b": [3, 2]}, "block 2: expected owner 'b', got 'a'"),
     "owners swapped": ({"a": [1, 3], "b": [2]}, "block 3: expected owner 'a', got 'b'"),
     "free block in use": ({"a": [1, 2], "b": [3, 4]}, "block 4: listed by 'b', but also in the f"),
-    "listed twice": ({"a": [1, 2, 2], "b": [3]}, "block 2: listed by 'a', but also listed by 'a'"),
+    "listed twice": ({"a": [1, 2, 2], "b": [3]}, "block 2: listed twice by 'a'"),
     "null block": ({"a": [1, 2, 0], "b": [3]}, "block 0: listed by 'a', but is no usable block"),
     "past the pool": ({"a": [1, 2], "b": [3, 6]}, "block 6: listed by 'b', but is no usable block"),
 }
@@ -113,10 +114,31 @@ def free_null_block(pool: BlockPool) -> None:
     pool._free.append(0)
 
 
+def free_owned_block(pool: BlockPool) -> None:
+    pool._free.append(2)
+
+
+def evict_free_block(pool: BlockPool) -> None:
+    pool._evictable[4] = None
+
+
+def evict_unkept_block(pool: BlockPool) -> None:
+    pool._free.remove(5)
+    pool._evictable[5] = None
+
+
+def keep_free_block(pool: BlockPool) -> None:
+    pool._kept.add(4)
+
+
 BROKEN_POOLS = {
     "lost": (lose_block, "block 5: lost"),
     "free twice": (free_block_twice, "block 5: in the free list, but also in the free list"),
     "null block free": (free_null_block, "block 0: in the free list, but is no usable block"),
+    "owned and free": (free_owned_block, "block 2: listed by 'a', but also in the free list"),
+    "free and evictable": (evict_free_block, "block 4: evictable, but also in the free list"),
+    "evictable, not kept": (evict_unkept_block, "block 5: evictable, but not kept"),
+    "kept and free": (keep_free_block, "block 4: kept, but neither owned nor evictable"),
 }
 
 
@@ -128,13 +150,107 @@ def test_integrity_check_has_teeth(damage, message: str) -> None:
         pool.check_integrity({"a": [1, 2], "b": [3]})
 
 
+def shared_pool() -> BlockPool:
+    """Block 1 is evictable, block 2 belongs to "a" and "b", block 3 to "b", 4 and 5 are free."""
+    pool = pool_with_two_owners()
+    pool.keep(1)
+    pool.share("b", [2])
+    pool.free("a", [1])
+    return pool
+
+
+def test_a_shared_block_is_free_when_its_last_owner_returns_it() -> None:
+    pool = shared_pool()
+    pool.free("a", [2])
+    assert pool.num_free == 3
+    pool.check_integrity({"b": [3, 2]})
+    pool.free("b", [3, 2])
+    assert pool.num_free == 5
+
+
+def test_a_kept_block_is_free_to_allocate_and_can_be_shared_again() -> None:
+    pool = shared_pool()
+    assert (pool.num_free, pool.num_evictable, pool.kept) == (3, 1, {1})
+    pool.share("c", [1])
+    assert (pool.num_free, pool.num_evictable, pool.kept) == (2, 0, {1})
+    pool.check_integrity({"a": [2], "b": [3, 2], "c": [1]})
+
+
+def test_free_blocks_go_before_evictable_ones() -> None:
+    pool, evicted = shared_pool(), []
+    pool.on_evict = evicted.append
+    assert pool.allocate("c", 2) == [4, 5]
+    assert evicted == []
+    assert pool.allocate("c", 1) == evicted == [1]
+    assert pool.kept == frozenset()
+
+
+def test_the_least_recently_used_goes_first_and_of_a_chain_its_end() -> None:
+    pool = BlockPool(num_blocks=6, block_size=4)
+    old, new = pool.allocate("old", 3), pool.allocate("new", 2)
+    for block in old + new:
+        pool.keep(block)
+    pool.free("new", new)
+    pool.free("old", old)
+    pool.share("again", new[:1])
+    pool.free("again", new[:1])
+    assert pool.allocate("x", 5) == [new[1], *reversed(old), new[0]]
+
+
+def test_forget_frees_an_evictable_block() -> None:
+    pool = shared_pool()
+    pool.forget(1)
+    assert (pool.num_free, pool.num_evictable) == (3, 0)
+    pool.check_integrity({"a": [2], "b": [3, 2]})
+
+
+def test_forget_leaves_an_owned_block_to_its_owners() -> None:
+    pool = shared_pool()
+    pool.keep(3)
+    pool.forget(3)
+    pool.free("b", [3])
+    assert pool.num_evictable == 1
+
+
+BAD_CALLS = {
+    "share a free block": (lambda p: p.share("a", [1, 4]), "block 4: expected a block in use"),
+    "share one's own": (lambda p: p.share("a", [1, 2]), "block 2: 'a' owns it already"),
+    "share twice": (lambda p: p.share("a", [1, 3, 1]), "block 1: shared twice with 'a'"),
+    "share the null block": (lambda p: p.share("a", [0]), "block 0: .* got the null block"),
+    "share an unknown block": (lambda p: p.share("a", [6]), "block 6: .* got no block of the pool"),
+    "keep a free block": (lambda p: p.keep(4), "block 4: .* to keep, got a free block"),
+    "keep an evictable block": (lambda p: p.keep(1), "block 1: .* to keep, got a kept one"),
+    "forget an owned block": (lambda p: p.forget(2), "block 2: .* to forget, got 'a', 'b'"),
+    "free an evictable block": (lambda p: p.free("a", [1]), "block 1: .* got an evictable block"),
+    "free another's": (lambda p: p.free("c", [2]), "block 2: expected owner 'c', got 'a', 'b'"),
+}
+
+
+@pytest.mark.parametrize("call, message", BAD_CALLS.values(), ids=BAD_CALLS)
+def test_a_bad_call_names_the_block_and_changes_nothing(call, message: str) -> None:
+    pool = shared_pool()
+    with pytest.raises(IntegrityError, match=message):
+        call(pool)
+    pool.check_integrity({"a": [2], "b": [3, 2]})
+    assert (pool.num_free, pool.kept) == (3, {1})
+
+
+def test_an_owner_of_a_shared_block_that_does_not_list_it_is_found() -> None:
+    with pytest.raises(IntegrityError, match="block 2: owned by 'b', but not free and not in"):
+        shared_pool().check_integrity({"a": [2], "b": [3]})
+
+
 class PoolMachine(RuleBasedStateMachine):
-    """Random owners take and return blocks in any order; a plain dict is the model."""
+    """Random owners take, share and return blocks in any order; a plain dict is the model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(num_blocks=9, block_size=2)
         self.owned: dict[int, list[int]] = {}
+
+    @property
+    def in_use(self) -> list[int]:
+        return sorted(set(chain.from_iterable(self.owned.values())))
 
     @rule(owner=st.integers(0, 3), count=st.integers(0, 5))
     def allocate(self, owner: int, count: int) -> None:
@@ -155,10 +271,19 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(IntegrityError, match=f"block {returned[0]}:"):
             self.pool.free(owner, returned)
 
+    @precondition(lambda self: self.in_use)
+    @rule(owner=st.integers(0, 3), seed=st.integers(0, 2**16))
+    def share_some(self, owner: int, seed: int) -> None:
+        rng = random.Random(seed)
+        own = self.owned.setdefault(owner, [])
+        shared = [block for block in self.in_use if block not in own and rng.random() < 0.5]
+        self.pool.share(owner, shared)
+        own.extend(shared)
+
     @invariant()
     def every_block_has_one_place(self) -> None:
         self.pool.check_integrity(self.owned)
-        assert self.pool.num_free + sum(map(len, self.owned.values())) == self.pool.num_usable
+        assert self.pool.num_free + len(self.in_use) == self.pool.num_usable
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
