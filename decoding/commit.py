@@ -6,7 +6,7 @@ and the finish reason are those of decoding one token at a time.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +15,14 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Commit:
-    """Tokens that a step adds to a request's output, and why the request ends, if it does."""
+    """Tokens that a step adds to a request's output, and why the request ends, if it does.
+
+    stop_reason: the stop id or stop string that ended it; None for a limit.
+    """
 
     tokens: tuple[int, ...]
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
 
 
 def commit(
@@ -29,11 +33,16 @@ def commit(
     max_tokens: int,
     max_context: int,
     stop_ids: Container[int],
+    push: Callable[[int], str | None] | None = None,
 ) -> Commit:
-    """Keep ``tokens`` up to the first that ends the request; stop beats length on a tie.
+    """Keep ``tokens`` up to the first that ends the request.
 
-    A request ends with a stop id (which is kept), with output number ``max_tokens``, or when its
-    context holds ``max_context`` tokens.
+    A request ends with a stop id, with the token that completes a stop string, with output number
+    ``max_tokens``, or when its context holds ``max_context`` tokens; that token is kept. Of several
+    reasons at one token the first in this order is reported.
+
+    push: called once with each kept token, in order; returns the stop string that it completes
+        (``OutputText.push``). A stop id is pushed too, and its text is cut where it completes one.
 
     **Units**: all integers are tokens. ``num_output`` and ``num_context`` (prompt and output) are
     counts before this step.
@@ -50,11 +59,14 @@ def commit(
         )
     for count, token in enumerate(tokens, start=1):
         outputs = num_output + count
+        stop_string = push(token) if push is not None else None
         if token in stop_ids:
-            return Commit(tuple(tokens[:count]), "stop")
+            return Commit(tuple(tokens[:count]), "stop", token)
+        if stop_string is not None:
+            return Commit(tuple(tokens[:count]), "stop", stop_string)
         if outputs >= max_tokens or num_context + count >= max_context:
             return Commit(tuple(tokens[:count]), "length")
-    return Commit(tuple(tokens), None)
+    return Commit(tuple(tokens))
 
 
 def max_drafts(
