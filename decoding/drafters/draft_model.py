@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from pagedraft.decoding.draw import draw
+from pagedraft.decoding.drafters.base import Proposal
+from pagedraft.decoding.drafters.model_loop import DraftRow, draft_tokens
 from pagedraft.decoding.sequence import Sequence
-from pagedraft.model.batch import Span, StepBatch, build_step_batch
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
 
@@ -20,7 +20,8 @@ class DraftModelDrafter:
 
     catch_up_tokens: most tokens a call may feed beyond one a row, to write draft KV that is missing
         (a new prompt, preemption, full acceptance). A row that needs more than is left catches up
-        partly and proposes nothing in this call.
+        partly and proposes nothing in this call. Catching up is part of the first pass.
+    last_num_rounds: passes of the draft model in the last call of ``propose``.
     """
 
     name = "draft"
@@ -35,80 +36,49 @@ class DraftModelDrafter:
     ) -> None:
         self.model = model
         self.cache = cache
-        self.num_shared_tokens = min(model.config.vocab_size, target_vocab_size)
+        self.target_vocab_size = target_vocab_size
         self.catch_up_tokens = catch_up_tokens
+        self.last_num_rounds = 0
 
-    def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
-        """Draw up to ``num_drafts[i]`` tokens a row with the noise that the target will use."""
-        drafts: list[list[int]] = [[] for _ in sequences]
-        positions_left = self.model.config.max_positions
-        wanted = [
-            min(k, max(0, positions_left - sequence.num_tokens))
-            for sequence, k in zip(sequences, num_drafts, strict=True)
+    def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[Proposal]:
+        """Draw up to ``num_drafts[i]`` tokens a row, each from its sequence's own distribution.
+
+        Under the match rule with the noise that the target will use. A row ends where the draft
+        model has no more positions.
+        """
+        rows = self._rows(sequences, num_drafts)
+        self.last_num_rounds = 0
+        self.last_num_rounds = draft_tokens(
+            self.model, self.cache, list(rows.values()), self.target_vocab_size
+        )
+        for row in rows.values():
+            row.sequence.num_draft_written = row.start
+        return [
+            rows[index].proposal if index in rows else Proposal([])
+            for index in range(len(sequences))
         ]
-        active = [row for row, k in enumerate(wanted) if k > 0]
-        active = self._catch_up(sequences, active)
-        while active:
-            spans = [self._next_span(sequences[row], drafts[row]) for row in active]
-            rows = [sequences[row] for row in active]
-            tokens = self._step(rows, spans, [drafts[row] for row in active])
-            for row, token in zip(active, tokens, strict=True):
-                if token >= 0:
-                    drafts[row].append(token)
-                else:
-                    wanted[row] = len(drafts[row])  # a NaN row proposes no more
-            active = [row for row in active if len(drafts[row]) < wanted[row]]
-        return drafts
 
     def on_free(self, sequence: Sequence) -> None:
         """Nothing is kept but ``num_draft_written``, which the sequence itself drops."""
 
-    def _catch_up(self, sequences: Seq[Sequence], active: list[int]) -> list[int]:
-        """Feed missing context within the budget; return the rows that may draft now."""
+    def _rows(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> dict[int, DraftRow]:
+        """The rows that draft or catch up, by their index in the batch."""
+        rows: dict[int, DraftRow] = {}
         left = self.catch_up_tokens
-        fed: dict[int, Span] = {}
-        ready = []
-        for row in active:
-            sequence = sequences[row]
+        for index, (sequence, k) in enumerate(zip(sequences, num_drafts, strict=True)):
+            # The pass that draws draft i has read i - 1 drafts.
+            wanted = min(k, self.model.config.max_positions - sequence.num_tokens + 1)
             start = min(sequence.num_draft_written, sequence.num_tokens - 1)
-            sequence.num_draft_written = start
-            if max(sequence.token_ids[start:]) >= self.model.config.vocab_size:
-                continue  # a token that the draft does not know: it cannot follow this text
-            missing = sequence.token_ids[start:-1]
-            if len(missing) <= left:
-                ready.append(row)
-            if missing[:left]:
-                fed[row] = Span(missing[:left], start, sequence.block_ids, num_logits=0)
-                left -= len(fed[row].token_ids)
-        if fed:
-            self.model.forward(self._batch(list(fed.values())), self.cache)
-        for row, span in fed.items():
-            sequences[row].num_draft_written += len(span.token_ids)
-        return ready
-
-    def _next_span(self, sequence: Sequence, drafted: list[int]) -> Span:
-        """The newest token of the row, committed or drafted."""
-        start = sequence.num_draft_written
-        token = drafted[-1] if drafted else sequence.token_ids[-1]
-        return Span([token], start, sequence.block_ids, num_logits=1)
-
-    def _step(
-        self, sequences: Seq[Sequence], spans: list[Span], drafted: list[list[int]]
-    ) -> list[int]:
-        logits_QV = self.model.forward(self._batch(spans), self.cache)[:, : self.num_shared_tokens]
-        positions = [span.start + 1 for span in spans]
-        tokens_Q = draw(logits_QV, sequences, positions, drafted)
-        for sequence in sequences:
-            sequence.num_draft_written += 1
-        return tokens_Q.tolist()
-
-    def _batch(self, spans: list[Span]) -> StepBatch:
-        return build_step_batch(
-            spans,
-            block_size=self.cache.block_size,
-            device=self.model.device,
-            row_multiple=self.model.row_multiple,
-        )
+            feed = sequence.token_ids[start : start + left + 1]
+            if wanted <= 0 or max(feed) >= self.model.config.vocab_size:
+                continue  # no positions, or a token that the draft model cannot read
+            is_ready = start + len(feed) == sequence.num_tokens
+            if not is_ready:
+                feed, wanted = feed[:left], 0
+            if feed:
+                rows[index] = DraftRow(sequence, start, feed, wanted)
+                left -= len(feed) - is_ready
+        return rows
 
 
 def check_vocabularies(draft: Transformer, target: Transformer) -> None:

@@ -50,7 +50,7 @@ CASES = {
 
 @pytest.mark.parametrize("tokens, lengths, expected", CASES.values(), ids=CASES)
 def test_propose(tokens: list[int], lengths: tuple[int, ...], expected: list[int]) -> None:
-    assert index_of(tokens, lengths).propose(3) == expected
+    assert index_of(tokens, lengths).propose(3).tokens == expected
     assert search(tokens, lengths, 3) == expected
 
 
@@ -61,7 +61,7 @@ def test_bad_lengths_are_refused(lengths: tuple[int, ...]) -> None:
 
 
 def test_zero_drafts() -> None:
-    assert index_of([1, 2, 1, 2], (2,)).propose(0) == []
+    assert index_of([1, 2, 1, 2], (2,)).propose(0).tokens == []
 
 
 @settings(max_examples=300)
@@ -75,9 +75,21 @@ def test_same_as_search_after_every_step(
 ) -> None:
     """Never stale: the context grows in any parts, with a proposal after each."""
     index = NgramIndex(lengths)
-    grown = [(index.extend(part), index.propose(k))[1] for part in parts]
+    grown = [(index.extend(part), index.propose(k).tokens)[1] for part in parts]
     contexts = [sum(parts[: i + 1], []) for i in range(len(parts))]
     assert grown == [search(context, lengths, k) for context in contexts]
+
+
+EVIDENCE = {
+    "the length that matched": ([1, 2, 3, 9, 1, 2, 3], (3, 2), 3),
+    "of the shorter one": ([1, 2, 3, 9, 8, 2, 3], (3, 2), 2),
+    "none without a match": ([1, 2, 3], (3, 2), 0),
+}
+
+
+@pytest.mark.parametrize("tokens, lengths, expected", EVIDENCE.values(), ids=EVIDENCE)
+def test_evidence(tokens: list[int], lengths: tuple[int, ...], expected: int) -> None:
+    assert index_of(tokens, lengths).propose(3).evidence == expected
 
 
 def test_memory_is_bounded_by_the_context() -> None:
@@ -91,4 +103,4 @@ def test_search_has_teeth() -> None:
     tokens = [1, 2, 3, 1, 2]
     index = index_of(tokens, (2,))
     index._last_end[(1, 2)] = 4
-    assert index.propose(3) != search(tokens, (2,), 3)
+    assert index.propose(3).tokens != search(tokens, (2,), 3)
