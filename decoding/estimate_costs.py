@@ -1,0 +1,110 @@
+"""What a step costs on this machine: the target's with n tokens, the drafter's with n drafts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+from pagedraft.decoding.drafters.base import Drafter, is_lookup
+from pagedraft.decoding.draw import draw
+from pagedraft.decoding.estimate_text import Reader, Text
+from pagedraft.decoding.estimate_walk import Walk
+from pagedraft.decoding.sequence import Sequence as TokenSequence
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, each the median of several runs, of one request alone.
+
+    num_context: tokens of the context that they were measured at.
+    step_seconds: a target's step of n + 1 tokens, forward pass and draws, at index n.
+    draft_seconds: proposing n drafts, at index n; index 0 is what asking in vain costs.
+    catch_up_seconds: what proposing takes longer after a step that accepted every draft.
+    """
+
+    num_context: int
+    step_seconds: tuple[float, ...]
+    draft_seconds: tuple[float, ...]
+    catch_up_seconds: float = 0.0
+
+    def plain_seconds(self, num_tokens: int) -> float:
+        """Decoding ``num_tokens`` tokens one by one."""
+        return num_tokens * self.step_seconds[0]
+
+    def walk_seconds(self, walk: Walk) -> float:
+        """Decoding as ``walk`` does."""
+        steps = zip(walk.passes_n, self.step_seconds, self.draft_seconds, strict=False)
+        seconds = sum(count * (step + draft) for count, step, draft in steps)
+        return seconds + walk.num_full * self.catch_up_seconds
+
+
+def measure_costs(
+    target: Reader,
+    drafter: Drafter,
+    text: Text,
+    num_context: int,
+    max_drafts: int,
+    draft: Reader | None = None,
+    *,
+    repeats: int = 7,
+) -> Costs:
+    """Time steps and proposals in turn, so that noise hits all alike, after one warm-up.
+
+    num_context: committed tokens of the request, the beginning of ``text``. The pools of ``target``
+    and ``draft`` must hold ``num_context + max_drafts`` tokens.
+    """
+    token_ids = (text.token_ids * (1 + max_drafts))[: num_context + max_drafts]
+    sequence = text.sequence(len(text.output_ids))
+    sequence.token_ids = token_ids[:num_context]
+    sequence.block_ids = target.block_ids
+    for reader in (target, draft):
+        if reader is not None:
+            reader.skip(token_ids[: num_context - 1])
+    sequence.num_written = num_context - 1
+
+    def step(num_drafts: int) -> None:
+        _step(target, sequence, token_ids[num_context : num_context + num_drafts])
+
+    def propose(num_drafts: int, num_missing: int) -> None:
+        sequence.num_draft_written = num_context - 1 - num_missing
+        drafter.propose([sequence], [num_drafts])
+
+    sizes = range(1, max_drafts + 1)
+    tasks: dict[Any, Callable[[], None]] = {}
+    tasks |= {("step", n): partial(step, n) for n in (0, *sizes)}
+    tasks |= {("draft", n): partial(propose, n, 0) for n in sizes}
+    tasks["catch up"] = partial(propose, 1, min(1, num_context - 1))
+    seconds = _medians(tasks, repeats)
+    drafting = [seconds["draft", n] for n in sizes]
+    drafter.on_free(sequence)
+    return Costs(
+        num_context,
+        tuple(seconds["step", n] for n in (0, *sizes)),
+        (drafting[0] if is_lookup(drafter) else 0.0, *drafting),
+        0.0 if is_lookup(drafter) else max(0.0, seconds["catch up"] - drafting[0]),
+    )
+
+
+def _step(target: Reader, sequence: TokenSequence, drafts: Sequence[int]) -> None:
+    """What the engine's step does for one request: feed, then draw at every position."""
+    num_tokens, num_rows = sequence.num_tokens, len(drafts) + 1
+    logits_QV = target.read([sequence.token_ids[-1], *drafts], num_tokens - 1)
+    prefixes = [drafts[:i] for i in range(num_rows)]
+    positions = range(num_tokens, num_tokens + num_rows)
+    draw(logits_QV, [sequence] * num_rows, positions, prefixes).tolist()
+
+
+def _medians(tasks: dict[Any, Callable[[], None]], repeats: int) -> dict[Any, float]:
+    """Seconds of each task: all of them once unmeasured, then all in turn ``repeats`` times."""
+    measured: dict[Any, list[float]] = {name: [] for name in tasks}
+    for is_warm in (False, *[True] * repeats):
+        for name, task in tasks.items():
+            began = time.perf_counter()
+            task()
+            if is_warm:
+                measured[name].append(time.perf_counter() - began)
+    return {name: median(values) for name, values in measured.items()}

@@ -1,0 +1,117 @@
+"""How many target passes a text takes with up to k drafts a pass, from what is accepted where.
+
+A pass starts where the one before it ended, so starts are not spread evenly: acceptances come in
+runs, and alpha**k would miss that. The walk visits the starts as decoding does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagedraft.decoding.drafters.base import Drafter
+from pagedraft.decoding.drafters.guard import free_safely, propose_safely
+from pagedraft.decoding.estimate_text import Text
+from pagedraft.decoding.sequence import Sequence as TokenSequence
+
+
+@dataclass
+class Walk:
+    """Counts of the passes over one or several texts; expected ones where acceptance is a chance.
+
+    num_tokens: tokens that the passes emit: all of an output but its first token, which belongs to
+        the prompt's pass.
+    passes_n: passes with n drafts, n from 0 to k.
+    num_full: passes that accepted all of their drafts, with another pass to follow: a draft model
+        has yet to read the last of these drafts.
+    num_accepted: accepted drafts that became part of the output.
+    """
+
+    passes_n: list[float]
+    num_tokens: int = 0
+    num_full: float = 0.0
+    num_accepted: float = 0.0
+
+    @property
+    def num_passes(self) -> float:
+        """Passes after the prompt's."""
+        return sum(self.passes_n)
+
+    @property
+    def num_drafts(self) -> float:
+        """Drafts verified in all passes."""
+        return sum(n * count for n, count in enumerate(self.passes_n))
+
+    def __add__(self, other: Walk) -> Walk:
+        """Both texts' counts together."""
+        return Walk(
+            [a + b for a, b in zip(self.passes_n, other.passes_n, strict=True)],
+            self.num_tokens + other.num_tokens,
+            self.num_full + other.num_full,
+            self.num_accepted + other.num_accepted,
+        )
+
+
+def walk(
+    accept_n: Sequence[float], k: int, num_output: int, max_tokens: int, reach: int | None = None
+) -> Walk:
+    """Decode an output of ``num_output`` tokens with at most ``k`` drafts a pass.
+
+    accept_n: probability that a draft of output token n is accepted, if all of its pass before it
+        were. With zeros and ones the walk is the one that decoding takes.
+    max_tokens: the request's: no more drafts than could be kept.
+    reach: output tokens that the drafter is able to propose; None for all.
+    """
+    result = Walk([0.0] * (k + 1), max(0, num_output - 1))
+    visits = [0.0] * (num_output + 1)
+    visits[min(1, num_output)] = 1.0
+    for start in range(1, num_output):
+        if visits[start] == 0.0:
+            continue
+        drafts = min(k, max_tokens - start - 1)
+        drafts = max(0, min(drafts, (max_tokens if reach is None else reach) - start))
+        result.passes_n[drafts] += visits[start]
+        chance = visits[start]  # that a pass begins here and all drafts so far are accepted
+        for place in range(start, min(start + drafts, num_output)):
+            accepted = chance * accept_n[place]
+            visits[min(place + 1, num_output)] += chance - accepted
+            result.num_accepted += accepted
+            chance = accepted
+        end = start + drafts
+        visits[min(end + 1, num_output)] += chance
+        if drafts > 0 and end + 1 < num_output:
+            result.num_full += chance
+    return result
+
+
+def replay(drafter: Drafter, text: Text, k: int, vocab_size: int) -> Walk:
+    """Decode ``text`` with the real drafts of a lookup.
+
+    Exact for greedy decoding and for the match rule, where a draft counts if it is the text's
+    token. vocab_size: of the target. Raises RuntimeError if the drafter fails.
+    """
+    num_output = len(text.output_ids)
+    result = Walk([0.0] * (k + 1), max(0, num_output - 1))
+    sequence = text.sequence(1)
+    while (start := len(sequence.output_ids)) < num_output:
+        limit = min(k, text.max_tokens - start - 1)
+        drafts = _propose(drafter, sequence, limit, vocab_size) if limit > 0 else []
+        rest = text.output_ids[start:]
+        pairs = zip(drafts, rest, strict=False)
+        accepted = next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafts), len(rest))
+        )
+        result.passes_n[len(drafts)] += 1
+        result.num_accepted += accepted
+        sequence.append(list(rest[: accepted + 1]))
+        if drafts and accepted == len(drafts) and len(rest) > accepted + 1:
+            result.num_full += 1
+    free_safely(drafter, sequence)
+    return result
+
+
+def _propose(drafter: Drafter, sequence: TokenSequence, k: int, vocab_size: int) -> list[int]:
+    [proposal], errors = propose_safely(drafter, [sequence], [k], vocab_size)
+    if errors:
+        raise RuntimeError(f"{drafter.name}: {errors[0]}")
+    return proposal.tokens
