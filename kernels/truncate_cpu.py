@@ -3,8 +3,9 @@
 It starts from the largest logit of every chunk (sample_cpu.py), that is the nearest distance in it.
 The k-th smallest of these bounds the k-th smallest distance of the row, since k chunks have a token
 at least as near: chunks beyond it are not read. Chunks beyond 21.5 have no mass. Top-p adds
-the masses of all others, adds them in bins of 1/16 and sorts the one bin in which the wanted
-mass is reached.
+masses in bins of 1/16 and sorts the one bin in which the wanted mass is reached. In most rows that
+is near the top: there an estimate of the whole mass from plain exponentials, with its error, tells
+the cut, and masses are made of the near tokens alone. Where it does not, of all.
 """
 
 from __future__ import annotations
@@ -27,8 +28,13 @@ from pagedraft.kernels.truncate import (
 _INF = np.float32(np.inf)
 # From here on a token's mass is 0.
 _MASS_RANGE = np.float32(MAX_HALVINGS / LOG2_E)
-# Top-p looks up to here first: in most rows the wanted mass is near the top.
-_NEAR = np.float32(8.0)
+# Top-p looks up to these first, where at most 1 / _FEW of the tokens are as near: in most rows the
+# wanted mass is near the top.
+_NEAR = (np.float32(4.0), np.float32(8.0))
+_FEW = 4
+_UNIT = 2.0**30  # mass of the largest logit
+# Relative error of a sum of exponentials, their masses included: far above fp32's rounding.
+_ESTIMATE_ERROR = 1e-5
 _BINS_PER_UNIT = np.float32(16.0)  # a power of two: products keep their order
 
 
@@ -123,14 +129,49 @@ def _top_k_cut(row: _Row, top_k: int, cut: np.float32) -> np.float32:
 def _top_p_cut(row: _Row, top_p: float, cut: np.float32) -> np.float32:
     """The smallest distance within which the wanted share of the mass within ``cut`` lies."""
     distance_n = row.distances(min(cut, _MASS_RANGE))
-    mass_n = _mass(distance_n, row.scratch)
     if cut < _MASS_RANGE:
-        mass_n[distance_n > cut] = 0
+        distance_n = distance_n[distance_n <= cut]
+    else:
+        near_cut = _near_cut(distance_n, top_p, row.scratch)
+        if near_cut is not None:
+            return near_cut
+    mass_n = _mass(distance_n, row.scratch)
+    return _cut_at(distance_n, mass_n, _wanted(top_p, int(mass_n.sum(dtype=np.int64))))
+
+
+def _near_cut(distance_n: np.ndarray, top_p: float, scratch: _Scratch) -> np.float32 | None:
+    """The cut if it is near and an estimate of the whole mass decides it, else None; scratch."""
+    near_n = (distance_n <= _NEAR[-1]).nonzero()[0]
+    if len(near_n) > len(distance_n) // _FEW:
+        return None
+    power_n = np.negative(distance_n, out=scratch.rest_V[: len(distance_n)])
+    np.exp(power_n, out=power_n)
+    total = float(power_n.sum())
+    distance_m, power_m = distance_n[near_n], power_n[near_n]
+    wanted_power = top_p * total * (1 + _ESTIMATE_ERROR)
+    if power_m.sum() < wanted_power:
+        return None
+    nearer_m = distance_m <= _NEAR[0]
+    if power_m[nearer_m].sum() >= wanted_power:
+        distance_m = distance_m[nearer_m]
+    low = _wanted(top_p, int(_UNIT * total * (1 - _ESTIMATE_ERROR)) - len(distance_n))
+    high = _wanted(top_p, int(_UNIT * total * (1 + _ESTIMATE_ERROR)) + 1)
+    mass_m = _mass(distance_m, scratch)
+    if mass_m.sum(dtype=np.int64) < high:
+        return None
+    cut = _cut_at(distance_m, mass_m, low)
+    is_sure = mass_m[distance_m <= cut].sum(dtype=np.int64) >= high
+    return cut if is_sure else None
+
+
+def _wanted(top_p: float, mass: int) -> int:
+    """``mass_wanted`` of one row."""
     share = int(max(top_p, 0.0) * 2.0**SHARE_BITS)
-    wanted = max(1, -(-share * int(mass_n.sum(dtype=np.int64)) >> SHARE_BITS))
-    near_n = (distance_n <= _NEAR).nonzero()[0]
-    if mass_n[near_n].sum(dtype=np.int64) >= wanted:
-        distance_n, mass_n = distance_n[near_n], mass_n[near_n]
+    return max(1, -(-share * mass >> SHARE_BITS))
+
+
+def _cut_at(distance_n: np.ndarray, mass_n: np.ndarray, wanted: int) -> np.float32:
+    """The smallest distance within which a mass of ``wanted`` lies."""
     bin_n = (np.minimum(distance_n, _MASS_RANGE) * _BINS_PER_UNIT).astype(np.int32)
     # Sums of integers below 2^53 are exact in fp64.
     reached_b = np.bincount(bin_n, weights=mass_n).cumsum()

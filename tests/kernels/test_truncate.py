@@ -172,6 +172,28 @@ def test_the_cpu_path_looks_at_enough_chunks(row: Row, scale: float) -> None:
     assert_same_bits(_cuts("cpu", logits_QV, batch)[1], _cuts("ref", logits_QV, batch)[1])
 
 
+def _peaked_rows() -> tuple[torch.Tensor, SampleBatch]:
+    """Rows whose wanted mass is near the top in most cases, and far from it in some."""
+    logits_QV = randn(32, 20_000, scale=5.0)
+    rows = [Row(top_p=p) for p in (0.1, 0.5, 0.9, 0.9999)] * 8
+    return logits_QV, sample_batch(rows, 20_000)
+
+
+def test_an_estimate_of_the_mass_finds_the_exact_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_QV, batch = _peaked_rows()
+    near_cut, found = cpu._near_cut, []
+    monkeypatch.setattr(cpu, "_near_cut", lambda *args: found.append(near_cut(*args)) or found[-1])
+    assert_same_bits(_cuts("cpu", logits_QV, batch)[1], _cuts("ref", logits_QV, batch)[1])
+    assert 8 < sum(cut is not None for cut in found) < 32
+
+
+def test_a_wrong_estimate_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Teeth: half the mass cuts rows elsewhere."""
+    monkeypatch.setattr(cpu, "_UNIT", 2.0**29)
+    logits_QV, batch = _peaked_rows()
+    assert not torch.equal(_cuts("cpu", logits_QV, batch)[1], _cuts("ref", logits_QV, batch)[1])
+
+
 @pytest.mark.parametrize("implementation", [*FAST, "ref"])
 @pytest.mark.parametrize("row", [Row(top_k=2), Row(top_p=0.3), Row(top_k=2, top_p=0.7)])
 def test_equal_logits_are_kept_together(
