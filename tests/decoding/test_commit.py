@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedraft.decoding.commit import commit, max_drafts
+from pagedraft.decoding.commit import Commit, commit, max_drafts
 
 EOS = 9
 LIMITS = {"num_output": 0, "num_context": 10, "max_tokens": 100, "max_context": 100}
 
+# tokens of a step; what differs from LIMITS; what is kept; the finish reason and the stop id.
 CASES = {
     "nothing ends it": ([1, 2, 3], {}, [1, 2, 3], None),
     "stop id is kept, the rest is not": ([1, EOS, 3], {}, [1, EOS], "stop"),
@@ -30,7 +31,39 @@ CASES = {
 @pytest.mark.parametrize("tokens, limits, kept, reason", CASES.values(), ids=CASES)
 def test_commit(tokens: list[int], limits: dict, kept: list[int], reason: str | None) -> None:
     result = commit(tokens, stop_ids={EOS}, **{**LIMITS, **limits})
-    assert (result.tokens, result.finish_reason) == (tuple(kept), reason)
+    assert result == Commit(tuple(kept), reason, EOS if reason == "stop" else None)
+
+
+# what ``push`` returns for each token; limits; tokens kept of three; finish and stop reason.
+PUSH_CASES = {
+    "nothing found": ([None, None, None], {}, 3, None, None),
+    "completed by the first": (["x", None, None], {}, 1, "stop", "x"),
+    "completed inside the drafts": ([None, "x", "y"], {}, 2, "stop", "x"),
+    "completed by the last": ([None, None, "x"], {}, 3, "stop", "x"),
+    "stop string beats max_tokens on a tie": ([None, "x"], {"max_tokens": 2}, 2, "stop", "x"),
+    "stop string beats context on a tie": ([None, "x"], {"max_context": 12}, 2, "stop", "x"),
+    "max_tokens before it": ([None, None, "x"], {"max_tokens": 2}, 2, "length", None),
+    "stop id beats it on a tie": ([None, "x"], {"stop_ids": {2}}, 2, "stop", 2),
+    "stop id before it": ([None, "x"], {"stop_ids": {1}}, 1, "stop", 1),
+    "before a stop id": (["x"], {"stop_ids": {2}}, 1, "stop", "x"),
+}
+
+
+@pytest.mark.parametrize(
+    "found, limits, num_kept, reason, stop_reason", PUSH_CASES.values(), ids=PUSH_CASES
+)
+def test_commit_pushes_what_it_keeps(
+    found: list, limits: dict, num_kept: int, reason: str | None, stop_reason: object
+) -> None:
+    pushed: list[int] = []
+
+    def push(token: int) -> str | None:
+        pushed.append(token)
+        return found[len(pushed) - 1]
+
+    result = commit([1, 2, 3], push=push, **{**LIMITS, "stop_ids": {EOS}, **limits})
+    assert result == Commit((1, 2, 3)[:num_kept], reason, stop_reason)
+    assert pushed == [1, 2, 3][:num_kept]
 
 
 ERRORS = {
@@ -67,35 +100,6 @@ def test_max_drafts(k: int, counts: dict, expected: int) -> None:
 def test_max_drafts_refuses_negative_k() -> None:
     with pytest.raises(ValueError, match="k: expected at least 0, got -1"):
         max_drafts(-1, **LIMITS)
-
-
-def decode(stream: list[int], spans: list[int], limits: dict) -> tuple[list[int], str | None]:
-    """Commit ``stream`` step by step, each step as long as the next of ``spans`` (then 1)."""
-    output: list[int] = []
-    lengths = iter(spans)
-    while len(output) < len(stream):
-        counts = {"num_output": len(output), "num_context": 3 + len(output)}
-        step = stream[len(output) :][: next(lengths, 1)]
-        result = commit(step, stop_ids={EOS, 8}, **counts, **limits)
-        output.extend(result.tokens)
-        if result.finish_reason:
-            return output, result.finish_reason
-    return output, None
-
-
-@settings(max_examples=300)
-@given(
-    stream=st.lists(st.integers(0, EOS), min_size=1, max_size=30),
-    spans=st.lists(st.integers(1, 9), max_size=30),
-    limits=st.fixed_dictionaries(
-        {
-            "max_tokens": st.integers(1, 32),
-            "max_context": st.integers(4, 36),
-        }
-    ),
-)
-def test_spans_do_not_show(stream: list[int], spans: list[int], limits: dict) -> None:
-    assert decode(stream, spans, limits) == decode(stream, [], limits)
 
 
 @settings(max_examples=200)
