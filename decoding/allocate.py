@@ -26,7 +26,7 @@ def allocate(
     """Drafts of each row, and their gain over none in tokens: expected tokens - rate * seconds.
 
     worth[r][i]: probability that drafts 0 to i of row r are all accepted, falling in i.
-    step_seconds[n]: seconds of the step with n drafts in all, for 0 to the number of all drafts.
+    step_seconds[n]: seconds of the step with n drafts in all; sizes beyond its end are ruled out.
     is_model[r]: whether the drafts of row r take a round of ``round_seconds`` for each depth, run
         once for all such rows. None: none does.
     """
@@ -34,10 +34,14 @@ def allocate(
     worth_N = np.array([p for row in worth for p in row])
     if worth_N.size == 0:
         return [0] * len(worth), 0.0
+    missing = max(0, worth_N.size + 1 - len(step_seconds))
+    step_seconds = np.append(step_seconds, [np.inf] * missing)
     owner_N = np.repeat(np.arange(len(worth)), lengths)
     order_N = np.argsort(-worth_N, kind="stable")
     if is_model is None or not any(is_model):
-        gain_N = np.cumsum(worth_N[order_N]) - rate * (step_seconds[1:] - step_seconds[0])
+        gain_N = np.cumsum(worth_N[order_N]) - rate * (
+            step_seconds[1 : worth_N.size + 1] - step_seconds[0]
+        )
         best = int(np.argmax(gain_N))
         taken_N = order_N[: best + 1]
     else:

@@ -13,62 +13,25 @@ choice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pagedraft.decoding.acceptance import Acceptance as RequestAcceptance
-from pagedraft.decoding.allocate import allocate
+from pagedraft.decoding.choice import Choice, Drafts, Lineup, Row, best_drafts, lineups
 from pagedraft.decoding.controller_report import ControllerReport
-from pagedraft.decoding.drafters.base import Proposal
 from pagedraft.decoding.step_cost import StepCost as StepSeconds
 
 MAX_DRAFTS = 16
 RATE_DECAY = 0.98  # a step: the rate is that of the last 50
-PROBE_SHARE = 0.01  # of the time since the drafter ran last
+TRIAL_SHARE = 0.01  # of the time since the last trial: what a trial may cost
+TRIAL_PERIOD = 4  # steps between looks for a size worth trying
+DOUBT = 1.0  # standard deviations by which a size may be cheaper than believed
+LEAST_SLOPE = 0.002  # of a plain step a token: no draft is free
+PLAIN_STEPS = 2  # measured before any draft
 WORTH_IT, NOT_WORTH_IT, NOTHING_FOUND = "worth it", "not worth it", "nothing found"
 FIXED, PROBE, LIMIT = "fixed", "probe", "limit"
-
-
-@dataclass(frozen=True)
-class Row:
-    """What the controller knows of a request that decodes in the coming step.
-
-    limit: drafts that could be kept (max_tokens, context). fixed_k: the request's own k, or None.
-    offers: what lookups propose, by drafter. models: drafters that run a model and may be asked.
-    num_context: committed tokens.
-    """
-
-    acceptance: RequestAcceptance
-    limit: int
-    fixed_k: int | None = None
-    offers: Mapping[str, Proposal] = field(default_factory=dict)
-    models: Seq[str] = ()
-    num_context: int = 0
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Drafts of one row: who drafts (None: nobody), how many at most, why, tokens expected."""
-
-    drafter: str | None
-    k: int
-    reason: str
-    expected: float = 1.0
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A drafter for a row; worth[i] is the probability that drafts 0 to i are all accepted."""
-
-    row: int
-    name: str
-    worth: list[float]
 
 
 class BatchController:
@@ -77,8 +40,10 @@ class BatchController:
     k: "auto", or the number of drafts of every row that has no ``fixed_k`` of its own.
     max_drafts: most drafts of a row where k is chosen.
 
-    A model drafter that is off is probed: it drafts one token for every row that it could serve as
-    soon as that costs less than 1 % of the time since it last drafted. Lookups need no probes.
+    What is not used is not measured, so now and then something else is tried, once that is expected
+    to cost less than 1 % of the time since the last trial of its kind: another size of the step,
+    whose cost is in doubt, or one draft a row of a model drafter that is off. Lookups that are off
+    are scored without being used.
     """
 
     def __init__(self, k: int | str = "auto", max_drafts: int = MAX_DRAFTS) -> None:
@@ -89,25 +54,24 @@ class BatchController:
         self.cost = StepSeconds()
         self.drafting: dict[str, StepSeconds] = {}  # seconds of a round against its rows
         self._tokens = self._time = 0.0  # decayed: tokens a row, and time in plain steps
-        self._idle: dict[str, float] = {}  # seconds since a model drafter drafted
+        self._idle: dict[str, float] = {"": 0.0}  # seconds since a trial; "": of a size of the step
         self._expected: tuple[int, float] = (0, 0.0)  # of the chosen step: tokens fed, emitted
         self._drafting_seconds = 0.0  # of the step under way
         self._report = ControllerReport()
 
     def choose(self, rows: Seq[Row], num_other_tokens: int = 0) -> list[Choice]:
         """One choice a row. num_other_tokens: what the step feeds besides (prompt chunks)."""
-        choices = [self._plain_choice(row) for row in rows]
-        auto = [i for i, choice in enumerate(choices) if choice.reason == NOT_WORTH_IT]
-        num_fed = len(rows) + num_other_tokens
-        if auto:
-            fed = num_fed + sum(choice.k for choice in choices)
-            self._choose_auto(rows, auto, choices, fed)
+        choices = [self._without_decision(row) for row in rows]
+        undecided = [i for i, choice in enumerate(choices) if choice.reason == NOT_WORTH_IT]
+        num_fed = len(rows) + num_other_tokens + sum(choice.k for choice in choices)
+        if undecided and self.cost.num_recorded >= PLAIN_STEPS:
+            self._decide(rows, undecided, choices, num_fed)
+            num_fed += sum(choices[i].k for i in undecided)
         for choice in choices:
             self._report.chose(choice.drafter, choice.k, choice.reason)
             if choice.drafter in self._idle:
                 self._idle[choice.drafter] = 0.0
-        fed = num_fed + sum(choice.k for choice in choices)
-        self._expected = (fed, sum(choice.expected for choice in choices))
+        self._expected = (num_fed, sum(choice.expected for choice in choices))
         return choices
 
     def record_step(
@@ -123,8 +87,8 @@ class BatchController:
 
         num_emitted: tokens that its rows got; None takes what was expected.
         """
-        sizes = (num_tokens, num_rows)
-        predicted, plain = self.cost.predict(sizes, num_rows, num_context).tolist()
+        sizes = (num_rows, num_tokens)
+        plain, predicted = self.cost.predict(sizes, num_rows, num_context).tolist()
         fed, expected = self._expected
         emitted = expected if num_emitted is None else float(num_emitted)
         if fed == num_tokens:  # else the plan granted less than was chosen
@@ -156,8 +120,8 @@ class BatchController:
         """Begin a new report; what was learnt stays."""
         self._report = ControllerReport()
 
-    def _plain_choice(self, row: Row) -> Choice:
-        """What needs no decision; "not worth it" stands for a row that does."""
+    def _without_decision(self, row: Row) -> Choice:
+        """What a row gets without weighing; "not worth it" stands for one that must be weighed."""
         k = row.fixed_k if row.fixed_k is not None else self.k
         if k == 0:
             return Choice(None, 0, FIXED)
@@ -169,68 +133,61 @@ class BatchController:
         if not isinstance(k, int):
             return Choice(None, 0, NOT_WORTH_IT)
         drafter = offered if offered is not None else row.models[0]
-        worth = _worth(row, drafter, min(k, row.limit))
+        worth = row.worth(drafter, k)
         return Choice(drafter, len(worth), FIXED, 1.0 + sum(worth))
 
-    def _choose_auto(
-        self, rows: Seq[Row], auto: list[int], choices: list[Choice], num_fed: int
+    def _decide(
+        self, rows: Seq[Row], undecided: list[int], choices: list[Choice], num_fed: int
     ) -> None:
-        """Replace the choices of ``auto`` rows by the best set of drafts, or by a probe."""
+        """Give rows the best set of drafts, or a trial. num_fed: tokens of the step without it."""
         num_context = sum(row.num_context for row in rows)
-        sizes = np.arange(num_fed - 1, num_fed + len(auto) * self.max_drafts + 1)
+        most = min(len(undecided) * self.max_drafts, 2 * self.cost.most_tokens - num_fed)
+        sizes = np.arange(num_fed - 1, num_fed + max(1, most) + 1)
         sizes[0] = len(rows)
-        seconds = self.cost.predict(sizes, len(rows), num_context)
+        seconds_N = self.cost.predict(sizes, len(rows), num_context)
+        plain, seconds_N = float(seconds_N[0]), seconds_N[1:]
+        seconds_N = seconds_N + LEAST_SLOPE * plain * np.arange(len(seconds_N))
         gain = self._tokens / self._time if self._time > 0.0 else 1.0
-        rate = max(1.0, gain) * len(rows) / float(seconds[0])
-        lookups = {i: best for i in auto if (best := self._best_lookup(rows[i], i)) is not None}
-        best_value, chosen = self._value(list(lookups.values()), seconds[1:], rate, "")
-        for name in dict.fromkeys(name for i in auto for name in rows[i].models):
-            mixed = self._with_model(rows, auto, lookups, name)
-            value, other = self._value(mixed, seconds[1:], rate, name)
-            if value > best_value:
-                best_value, chosen = value, other
-        for candidate, k in chosen:
+        rate = max(1.0, gain) * len(rows) / plain
+        ways = lineups(rows, undecided, self.max_drafts)
+        drafts, reason = best_drafts(ways, seconds_N, rate, self._round_seconds), WORTH_IT
+        if self.cost.num_recorded % TRIAL_PERIOD == 0:
+            other = self._other_size(ways, drafts, sizes[1:], seconds_N, rate)
+            if other is not None:
+                drafts, reason = other, PROBE
+        for candidate, k in drafts.chosen:
             expected = 1.0 + sum(candidate.worth[:k])
-            choices[candidate.row] = Choice(candidate.name, k, WORTH_IT, expected)
-        self._probe(rows, auto, choices, seconds[1:])
+            choices[candidate.row] = Choice(candidate.name, k, reason, expected)
+        self._probe_models(rows, undecided, choices, seconds_N)
 
-    def _best_lookup(self, row: Row, index: int) -> _Candidate | None:
-        """The lookup from which most is expected."""
-        most = min(row.limit, self.max_drafts)
-        found = [
-            _Candidate(index, name, _worth(row, name, most))
-            for name, offer in row.offers.items()
-            if offer.tokens
-        ]
-        return max(found, key=lambda candidate: sum(candidate.worth), default=None)
+    def _other_size(
+        self,
+        ways: Seq[Lineup],
+        drafts: Drafts,
+        sizes_N: np.ndarray,
+        seconds_N: np.ndarray,
+        rate: float,
+    ) -> Drafts | None:
+        """Drafts that would be best if a size cost less than believed, where trying is cheap."""
+        doubt_N = self.cost.spread(sizes_N, int(sizes_N[0]) + drafts.total)
+        hoped_N = np.maximum.accumulate(np.maximum(seconds_N - DOUBT * doubt_N, seconds_N[0]))
+        other = best_drafts(ways, hoped_N, rate, self._round_seconds)
+        if other.total == drafts.total:
+            return None
+        loss = (drafts.tokens - other.tokens) / rate
+        loss += self._seconds(other, seconds_N) - self._seconds(drafts, seconds_N)
+        if loss > TRIAL_SHARE * self._idle[""]:
+            return None
+        self._idle[""] = 0.0
+        return other
 
-    def _with_model(
-        self, rows: Seq[Row], auto: list[int], lookups: Mapping[int, _Candidate], name: str
-    ) -> list[_Candidate]:
-        """A candidate a row, the model where more is expected from it than from a lookup."""
-        mixed = []
-        for i in auto:
-            candidate = lookups.get(i)
-            if name in rows[i].models:
-                worth = _worth(rows[i], name, min(rows[i].limit, self.max_drafts))
-                if candidate is None or sum(worth) > sum(candidate.worth):
-                    candidate = _Candidate(i, name, worth)
-            if candidate is not None:
-                mixed.append(candidate)
-        return mixed
-
-    def _value(
-        self, candidates: list[_Candidate], step_seconds: np.ndarray, rate: float, model: str
-    ) -> tuple[float, list[tuple[_Candidate, int]]]:
-        """The gain of the best drafts of these candidates, and the drafts."""
-        worth = [candidate.worth for candidate in candidates]
-        step_seconds = step_seconds[: sum(map(len, worth)) + 1]
-        is_model = [candidate.name == model for candidate in candidates] if model else None
-        round_seconds = self._round_seconds(model, sum(is_model)) if is_model else 0.0
-        ks, gain = allocate(
-            worth, step_seconds, rate, is_model=is_model, round_seconds=round_seconds
-        )
-        return gain, [pair for pair in zip(candidates, ks, strict=True) if pair[1]]
+    def _seconds(self, drafts: Drafts, seconds_N: np.ndarray) -> float:
+        """Seconds of a step with these drafts, drafting included."""
+        seconds = float(seconds_N[drafts.total])
+        for name in self.drafting:
+            ks = [k for candidate, k in drafts.chosen if candidate.name == name]
+            seconds += max(ks, default=0) * self._round_seconds(name, len(ks))
+        return seconds
 
     def _round_seconds(self, name: str, num_rows: int) -> float:
         """Seconds of one round of a model drafter; 0 until it ran, so that it does."""
@@ -238,34 +195,27 @@ class BatchController:
             return 0.0
         return float(self.drafting[name].predict((num_rows,), num_rows, 0)[0])
 
-    def _probe(
-        self, rows: Seq[Row], auto: list[int], choices: list[Choice], step_seconds: np.ndarray
+    def _probe_models(
+        self, rows: Seq[Row], undecided: list[int], choices: list[Choice], seconds_N: np.ndarray
     ) -> None:
         """Let a model drafter that nobody chose draft one token a row if that is cheap by now."""
-        for name in dict.fromkeys(name for i in auto for name in rows[i].models):
-            if any(choice.drafter == name for choice in choices):
+        used = {choices[i].drafter for i in undecided}
+        drafted = sum(choices[i].k for i in undecided)
+        for name in dict.fromkeys(name for i in undecided for name in rows[i].models):
+            off = [i for i in undecided if choices[i].k == 0 and name in rows[i].models]
+            off = off[: len(seconds_N) - 1 - drafted]
+            if name in used or not off:
                 continue
-            off = [i for i in auto if choices[i].k == 0 and name in rows[i].models]
-            if not off:
-                continue
-            drafted = sum(choices[i].k for i in auto)
-            cost = float(step_seconds[drafted + len(off)] - step_seconds[drafted])
+            cost = float(seconds_N[drafted + len(off)] - seconds_N[drafted])
             cost += self._round_seconds(name, len(off))
-            if cost <= PROBE_SHARE * self._idle.setdefault(name, 0.0):
+            if cost <= TRIAL_SHARE * self._idle.setdefault(name, 0.0):
+                drafted += len(off)
                 for i in off:
-                    choices[i] = Choice(name, 1, PROBE, 1.0 + sum(_worth(rows[i], name, 1)))
+                    choices[i] = Choice(name, 1, PROBE, 1.0 + sum(rows[i].worth(name, 1)))
 
     def _pass_time(self, seconds: float) -> None:
         for name in self._idle:
             self._idle[name] += seconds
-
-
-def _worth(row: Row, name: str, most: int) -> list[float]:
-    """For each draft the probability that it and all before it are accepted."""
-    offer = row.offers.get(name)
-    evidence = 0 if offer is None else offer.evidence
-    count = most if offer is None else min(most, len(offer.tokens))
-    return list(accumulate(row.acceptance.estimates(name, evidence, count), mul))
 
 
 PRIOR_ALPHA = 0.7  # a fresh request drafts until its own record says otherwise

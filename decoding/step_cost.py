@@ -19,6 +19,7 @@ import numpy as np
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 4096)
 PRIOR_SLOPE = 0.01  # an unmeasured size is believed cheap, so that it is tried and then measured
 PRIOR_SPEED = 1.0  # standard deviation, relative: the machine's speed is unknown at first
+PRIOR_LINE = 0.1  # standard deviation of that slope
 PRIOR_BEND = 0.25  # of the difference of two sizes, one twice the other
 PRIOR_TERM = 0.05  # of one row more, and of 1000 tokens of context more
 SPEED_DRIFT = 0.02  # a step: how fast the whole curve may move
@@ -40,14 +41,17 @@ class StepCost:
         self._mean = np.zeros(self._size)
         self._mean[: len(NODES)] = 1.0 + PRIOR_SLOPE * (nodes - 1.0)
         position = 1.0 + np.log2(nodes)
+        line = PRIOR_LINE * (nodes - 1.0)
         shape = np.zeros((self._size, self._size))
         shape[: len(NODES), : len(NODES)] = PRIOR_BEND**2 * np.minimum.outer(position, position)
+        shape[: len(NODES), : len(NODES)] += np.outer(line, line)
         shape[len(NODES) :, len(NODES) :] = PRIOR_TERM**2 * np.eye(3)
         self._shape = shape
         self._cov = shape + PRIOR_SPEED**2 * np.outer(self._mean, self._mean)
         self._noise = 0.1**2
         self._scale = 1.0
         self.num_recorded = 0
+        self.most_tokens = 1  # largest step recorded
 
     def predict(
         self, num_tokens: Seq[int] | np.ndarray, num_rows: int, num_context: int
@@ -59,13 +63,25 @@ class StepCost:
         seconds = np.interp(tokens, self._nodes, mean[:count])
         seconds += rows * mean[count] + context * mean[count + 1]
         seconds += tokens * (context / max(1, num_rows) * mean[count + 2])
-        return self._scale * np.maximum(seconds, 0.05)
+        return self._scale * np.maximum.accumulate(np.maximum(seconds, 0.05))
+
+    def spread(self, num_tokens: np.ndarray, reference: int) -> np.ndarray:
+        """Standard deviation of the seconds between steps of these sizes and one of ``reference``.
+
+        0 at the reference; wide for sizes that were not measured lately and are far from others.
+        """
+        count = len(NODES)
+        nearest = int(np.searchsorted(self._nodes[:-1], reference))
+        variance = np.diagonal(self._cov)[:count] - 2.0 * self._cov[nearest, :count]
+        variance = np.maximum(variance + self._cov[nearest, nearest], 0.0)
+        return self._scale * np.interp(num_tokens, self._nodes, np.sqrt(variance))
 
     def record(self, num_tokens: int, num_rows: int, num_context: int, seconds: float) -> None:
         """Learn from a measured step."""
         if self.num_recorded == 0:
             self._scale = seconds
         self.num_recorded += 1
+        self.most_tokens = max(self.most_tokens, num_tokens)
         mean = self._mean
         self._cov += SPEED_DRIFT**2 * np.outer(mean, mean) + SHAPE_DRIFT * self._shape
         weights = self._weights(num_tokens, num_rows, num_context)
