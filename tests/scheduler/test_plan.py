@@ -6,25 +6,14 @@ import pytest
 
 from pagedraft.model.block_pool import BlockPool
 from pagedraft.scheduler.plan import fits_pool, plan_step
-from pagedraft.tests.scheduler.fake_engine import BLOCK, FakeRequest, check_blocks, describe
-
-
-def waiting(arrival: int, num_tokens: int, **fields: int) -> FakeRequest:
-    return FakeRequest(arrival, num_tokens, **fields)
-
-
-def running(arrival: int, num_tokens: int, written: int, **fields: int) -> FakeRequest:
-    return FakeRequest(arrival, num_tokens, num_written=written, **fields)
-
-
-def make_pool(num_usable: int, requests: list[FakeRequest]) -> BlockPool:
-    """A pool in which each request owns just the blocks of its written tokens."""
-    pool = BlockPool(num_usable + 1, BLOCK)
-    for request in requests:
-        count = pool.blocks_for(request.num_written)
-        request.block_ids = pool.allocate(request.request_id, count)
-    return pool
-
+from pagedraft.tests.scheduler.fake_engine import (
+    BLOCK,
+    check_blocks,
+    describe,
+    make_pool,
+    running,
+    waiting,
+)
 
 # waiting, running, usable blocks, token budget, max rows, chunk tokens -> scheduled and the rest
 CASES = {
