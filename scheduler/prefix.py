@@ -67,7 +67,7 @@ class Prefixes:
         nodes = self._match(request)
         parent = request.parent
         num_hit = len(nodes) * self._pool.block_size
-        if parent is not None and parent.block_ids and num_hit < _num_shared(request):
+        if parent is not None and parent.block_ids and num_hit <= _num_shared(request):
             self._fork(request, parent)
         else:
             self._adopt(request, nodes)
