@@ -9,11 +9,14 @@ MODEL ?=
 STEPS ?=
 JSON ?=
 BASE ?=
+N ?= 20000
+SEED ?=
+FUZZ_SEED := $(or $(SEED),$(shell date +%s))
 TRITON_DIR := $(if $(TRITON),build/triton-$(TRITON))
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels static static-diff static-baseline bench gpu-check lint clean
+.PHONY: help setup demo test test-kernels fuzz static static-diff static-baseline bench gpu-check lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +43,10 @@ KERNEL_TESTS := $(if $(K),$(wildcard tests/kernels/test_$(K)*.py),tests/kernels)
 test-kernels: $(STAMP)  ## kernel tests; K=name for one op
 	$(if $(KERNEL_TESTS),,$(error K=$(K): no tests/kernels/test_$(K)*.py))
 	$(PYTEST) $(KERNEL_TESTS)
+
+fuzz: $(STAMP)  ## random workloads against plain decoding; N=20000 cases, SEED=number to repeat a run
+	@echo "make fuzz N=$(N) SEED=$(FUZZ_SEED)"
+	FUZZ_CASES=$(N) FUZZ_SEED=$(FUZZ_SEED) $(PYTEST:loadfile=load) tests/scheduler/test_fuzz.py tests/scheduler/test_fuzz_bf16.py
 
 STATIC := $(if $(TRITON),PYTHONPATH=$(TRITON_DIR)) $(BIN)/python -m pagedraft.bench.static
 FORWARD := $(if $(MODEL),--model $(MODEL)) $(if $(STEPS),--steps $(STEPS)) $(if $(JSON),--json $(JSON))
