@@ -49,7 +49,7 @@ class Row:
 def run(model: str, device: torch.device, rounds: int, num_tokens: int) -> dict[str, Any]:
     """Measure, print the table and return everything as a JSON-ready dict."""
     folder = resolve_model(model)
-    llm = LLM(folder, dtype="bf16", device=device)
+    llm = LLM(folder, dtype="bf16", device=device, prefix_cache=False)
     peer = TransformersPeer(folder, torch.bfloat16, device)
     text_ids = llm.tokenizer.encode(TEXT)[:64]
     edit_ids = llm.chat_ids([{"role": "user", "content": CODE_EDITS[0]}])
@@ -149,7 +149,8 @@ def _quantised(
     """The same model with ``weights`` against itself as it is."""
     folder, device = llm.target.folder, llm.target.device
     assert folder is not None
-    other = LLM(folder, dtype="bf16", weights=weights, device=device, speculate="off")
+    options = {"dtype": "bf16", "device": device, "speculate": "off", "prefix_cache": False}
+    other = LLM(folder, weights=weights, **options)
     other.generate([prompt], SamplingParams(max_tokens=4, temperature=0))
     return _compare(
         weights,

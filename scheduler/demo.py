@@ -69,6 +69,7 @@ def _measure(
 ) -> tuple[list[Completion], Summary]:
     """Run all requests together, showing how many tokens there are so far."""
     llm.engine.stats = EngineStats()
+    llm.reset_prefix_cache()
     began = time.perf_counter()
     requests = [llm.submit(prompt, row) for prompt, row in zip(prompts, params, strict=True)]
     with console.status(label) as status:

@@ -7,15 +7,15 @@ tokens and drafts the plan chose. Requests differ only in how many tokens they h
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Seq
 
 import torch
 
-from pagedraft.decoding.commit import commit, max_drafts
-from pagedraft.decoding.controller import DraftController
-from pagedraft.decoding.drafters.base import Drafter
-from pagedraft.decoding.drafters.guard import free_safely, propose_safely
+from pagedraft.decoding.controller import BatchController
+from pagedraft.decoding.drafters.base import Drafter, Proposal
 from pagedraft.decoding.params import check_int
 from pagedraft.decoding.verify import verify_rows
+from pagedraft.kernels.copy_blocks import copy_blocks
 from pagedraft.model.batch import Span, build_step_batch
 from pagedraft.model.block_pool import BlockPool
 from pagedraft.model.kv_cache import KVCache
@@ -23,13 +23,19 @@ from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.admission import check_request
 from pagedraft.scheduler.logprobs import add_logprobs, raw_logits
 from pagedraft.scheduler.metrics import EngineStats
-from pagedraft.scheduler.plan import plan_step
+from pagedraft.scheduler.output import keep
+from pagedraft.scheduler.plan import StepPlan, plan_step
+from pagedraft.scheduler.prefix import Prefixes
 from pagedraft.scheduler.request import FinishReason, Request
+from pagedraft.scheduler.speculation import NOTHING, Speculation
 
 
 class Engine:
-    """Continuous batching over one target model, with or without a drafter.
+    """Continuous batching over one target model, with or without drafters.
 
+    caches: KV pools of the same blocks, the target's first.
+    prefix_cache: keep the KV of ended requests for prompts that begin the same, until its blocks
+        are needed.
     token_budget: most tokens a step feeds; max_rows: most requests a step runs; chunk_tokens: most
     prompt tokens one request feeds in a step (None: the budget).
     """
@@ -37,23 +43,27 @@ class Engine:
     def __init__(
         self,
         target: Transformer,
-        cache: KVCache,
+        caches: Seq[KVCache],
         *,
-        drafter: Drafter | None = None,
-        controller: DraftController | None = None,
+        drafters: Seq[Drafter] = (),
+        controller: BatchController | None = None,
         token_budget: int = 512,
         max_rows: int = 64,
         chunk_tokens: int | None = None,
+        prefix_cache: bool = True,
     ) -> None:
         for name, value in (("token_budget", token_budget), ("max_rows", max_rows)):
             check_int(name, value, 1)
         if chunk_tokens is not None:
             check_int("chunk_tokens", chunk_tokens, 1)
         self.target = target
-        self.cache = cache
-        self.pool = BlockPool(cache.num_blocks, cache.block_size)
-        self.drafter = drafter
-        self.controller = controller or DraftController()
+        self.caches = list(caches)
+        self.cache = self.caches[0]
+        self.pool = BlockPool(self.cache.num_blocks, self.cache.block_size)
+        self.prefixes = Prefixes(self.pool, prefix_cache)
+        self.speculation = Speculation(
+            drafters, controller or BatchController(), target.config.vocab_size
+        )
         self.token_budget = token_budget
         self.max_rows = max_rows
         self.chunk_tokens = chunk_tokens
@@ -76,7 +86,7 @@ class Engine:
             raise ValueError(f"request_id: {request.request_id!r} is in use by a live request")
         request.arrival = self._num_submitted
         self._num_submitted += 1
-        request.speculating = self.drafter is not None and request.params.speculate
+        self.speculation.admit(request)
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
@@ -104,8 +114,38 @@ class Engine:
 
     def _step(self) -> list[Request]:
         began = time.perf_counter()
-        for request in self.running:
-            request.num_drafts = self._wanted_drafts(request)
+        self.speculation.decide(self.running, self._num_other_tokens())
+        plan = self._plan()
+        if not plan.scheduled:
+            return []
+        self._copy_forked_blocks()
+        proposals = self.speculation.propose(_granted(plan))
+        num_fed, logits_QV, sampled = self._forward(plan.scheduled, proposals)
+        num_committed = self._commit_rows(logits_QV, sampled, proposals) if sampled else 0
+        for request in plan.scheduled:
+            if not request.finished:
+                self.prefixes.publish(request)
+        seconds = time.perf_counter() - began
+        self.speculation.record_step(plan.scheduled, proposals, num_fed, num_committed, seconds)
+        self._record(seconds, num_fed, num_committed)
+        return sampled
+
+    def check_integrity(self) -> None:
+        """Raise unless every pool block is free, cached, or owned by the live requests it says."""
+        live = [*self.running, *self.waiting]
+        self.pool.check_integrity({request.request_id: request.block_ids for request in live})
+
+    def _num_other_tokens(self) -> int:
+        """Tokens of prompts and recomputation that could fill the next step."""
+        pending = sum(r.sequence.num_pending for r in self.running if r.sequence.num_pending > 1)
+        for request in self.waiting:
+            pending += request.sequence.num_pending
+            if pending >= self.token_budget:
+                break
+        return min(pending, self.token_budget)
+
+    def _plan(self) -> StepPlan[Request]:
+        """Plan the step and move requests between the queues."""
         plan = plan_step(
             self.waiting,
             self.running,
@@ -113,78 +153,37 @@ class Engine:
             self.token_budget,
             self.max_rows,
             self.chunk_tokens,
+            prefixes=self.prefixes,
         )
         for request in plan.preempted:
             self.running.remove(request)
             self.waiting.append(request)
-            request.num_drafts = 0
             self._forget(request)
         for request in plan.admitted:
             self.waiting.remove(request)
             self.running.append(request)
-        if not plan.scheduled:
-            return []
-        drafts = self._propose(plan.scheduled)
-        num_fed, logits_QV, sampled = self._forward(plan.scheduled, drafts)
-        num_committed = self._commit_rows(logits_QV, sampled, drafts) if sampled else 0
-        num_drafts = sum(map(len, drafts.values()))
-        decodes_only = num_fed == len(plan.scheduled) + num_drafts
-        self._record(time.perf_counter() - began, num_fed, num_committed, decodes_only)
-        return sampled
+            request.stats.num_cached_tokens += request.num_written
+        return plan
 
-    def check_integrity(self) -> None:
-        """Raise unless every pool block is free or owned by exactly one live request."""
-        live = [*self.running, *self.waiting]
-        self.pool.check_integrity({request.request_id: request.block_ids for request in live})
-
-    def _wanted_drafts(self, request: Request) -> int:
-        """Drafts to plan for: none inside a prompt, none that could not be kept."""
-        if not request.speculating or request.sequence.num_pending > 1:
-            return 0
-        return max_drafts(
-            self.controller.choose(request.acceptance),
-            num_output=request.num_output,
-            max_tokens=request.params.max_tokens,
-            num_context=request.num_tokens,
-            max_context=request.max_context,
-        )
-
-    def _propose(self, scheduled: dict[Request, int]) -> dict[Request, list[int]]:
-        """Ask the drafter for the drafts that the plan granted."""
-        drafts: dict[Request, list[int]] = {request: [] for request in scheduled}
-        granted = {
-            request: num_tokens - request.sequence.num_pending
-            for request, num_tokens in scheduled.items()
-            if num_tokens > request.sequence.num_pending
-        }
-        if not granted or self.drafter is None:
-            return drafts
-        proposed, errors = propose_safely(
-            self.drafter,
-            [request.sequence for request in granted],
-            list(granted.values()),
-            self.target.config.vocab_size,
-        )
-        for row, (request, tokens) in enumerate(zip(granted, proposed, strict=True)):
-            drafts[request] = tokens.tokens
-            if row in errors:
-                request.speculating = False
-                request.stats.drafter_errors.append(errors[row])
-                self.stats.num_drafter_errors += 1
-        return drafts
+    def _copy_forked_blocks(self) -> None:
+        copies = self.prefixes.take_copies()
+        if copies:
+            tensors = [tensor for cache in self.caches for tensor in cache.tensors]
+            copy_blocks(tensors, torch.tensor(copies, device=self.target.device))
 
     def _forward(
-        self, scheduled: dict[Request, int], drafts: dict[Request, list[int]]
+        self, scheduled: dict[Request, int], proposals: dict[Request, Proposal]
     ) -> tuple[int, torch.Tensor, list[Request]]:
         """Run the target; return tokens fed, logits, and the requests these belong to in order."""
         spans, sampled = [], []
         for request, num_tokens in scheduled.items():
-            sequence, proposed = request.sequence, drafts[request]
+            sequence = request.sequence
+            drafts = proposals.get(request, NOTHING).tokens
             fed = min(num_tokens, sequence.num_pending)
             start = sequence.num_written
             completes = fed == sequence.num_pending
-            tokens = sequence.token_ids[start : start + fed] + proposed
-            num_logits = len(proposed) + 1 if completes else 0
+            tokens = sequence.token_ids[start : start + fed] + drafts
+            num_logits = len(drafts) + 1 if completes else 0
             spans.append(Span(tokens, start, sequence.block_ids, num_logits))
             if completes:
                 sampled.append(request)
@@ -204,36 +203,43 @@ class Engine:
         self,
         logits_QV: torch.Tensor,
         sampled: list[Request],
-        drafts: dict[Request, list[int]],
+        proposals: dict[Request, Proposal],
     ) -> int:
         """Verify, keep what the output contract keeps, end what is done; return tokens kept."""
-        proposed = [drafts[request] for request in sampled]
-        raw = raw_logits(logits_QV, sampled, proposed)
-        verified = verify_rows(logits_QV, [r.sequence for r in sampled], proposed)
+        drafts = [proposals.get(request, NOTHING) for request in sampled]
+        raw = raw_logits(logits_QV, sampled, drafts)
+        verified = verify_rows(logits_QV, [r.sequence for r in sampled], drafts)
         now = time.perf_counter()
         first_row = num_kept = 0
-        for request, row_drafts, tokens in zip(sampled, proposed, verified, strict=True):
+        for request, proposal, tokens in zip(sampled, drafts, verified, strict=True):
             rows_QV = raw.get(request, logits_QV[first_row : first_row + len(tokens)])
-            first_row += len(row_drafts) + 1
+            first_row += len(proposal.tokens) + 1
             if request.finished:  # a callback of this very step aborted it
                 continue
-            if row_drafts and tokens[-1] < 0:
+            if proposal.tokens and tokens[-1] < 0:
                 self._retry_without_drafts(request)
                 continue
-            request.acceptance.record(len(row_drafts), len(tokens) - 1)
-            request.stats.record_drafts(len(row_drafts), len(tokens) - 1)
-            kept, reason, error = self._keep(request, tokens)
-            if kept and request.params.logprobs is not None:
-                add_logprobs(request, rows_QV[: len(kept)], kept)
-            if kept:
-                request.sequence.append(kept)
-                request.stats.emissions.append((now, len(kept)))
-            if reason is not None:
-                self._finish(request, reason, error)
-            if kept and request.on_tokens is not None:
-                self._call_back(request, kept)
-            num_kept += len(kept)
+            self.speculation.settle(request, proposal, tokens)
+            num_kept += self._emit(request, tokens, rows_QV, now)
         return num_kept
+
+    def _emit(
+        self, request: Request, tokens: list[int], logits_QV: torch.Tensor, now: float
+    ) -> int:
+        """Keep what the output contract keeps of ``tokens``; return how many."""
+        kept = keep(request, tokens)
+        count = len(kept.tokens)
+        if count and request.params.logprobs is not None:
+            add_logprobs(request, logits_QV[:count], kept.tokens)
+        if count:
+            request.sequence.append(kept.tokens)
+            request.stats.emissions.append((now, count))
+        if kept.reason is not None:
+            request.stop_reason = kept.stop_reason
+            self._finish(request, kept.reason, kept.error)
+        if count and request.on_tokens is not None:
+            self._call_back(request, kept.tokens)
+        return count
 
     def _retry_without_drafts(self, request: Request) -> None:
         """Decode this step's tokens again one by one: the NaN may be a rejected draft's.
@@ -242,9 +248,7 @@ class Engine:
         sees them.
         """
         request.sequence.append([])
-        request.speculating = False
-        request.stats.drafter_errors.append("NaN in a step with drafts")
-        self.stats.num_drafter_errors += 1
+        self.speculation.turn_off(request, None, "NaN in a step with drafts")
 
     def _call_back(self, request: Request, kept: list[int]) -> None:
         """Hand tokens to the submitter; a callback that raises ends its own request only."""
@@ -255,32 +259,11 @@ class Engine:
             if not request.finished:
                 self._finish(request, "error", f"on_tokens: {type(error).__name__}: {error}")
 
-    def _keep(
-        self, request: Request, tokens: list[int]
-    ) -> tuple[list[int], FinishReason | None, str | None]:
-        """Apply the output contract; a NaN row counts only if plain decoding would reach it."""
-        valid = [token for token in tokens if token >= 0]
-        kept: list[int] = []
-        if valid:
-            result = commit(
-                valid,
-                num_output=request.num_output,
-                num_context=request.num_tokens,
-                max_tokens=request.params.max_tokens,
-                max_context=request.max_context,
-                stop_ids=request.stop_ids,
-            )
-            kept = list(result.tokens)
-            if result.finish_reason is not None:
-                return kept, result.finish_reason, None
-        if len(valid) < len(tokens):
-            position = request.num_tokens + len(kept)
-            return kept, "error", f"logits: no finite maximum at position {position} (NaN?)"
-        return kept, None, None
-
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request.finish_reason = reason
         request.error = error
+        if request.block_ids:
+            self.prefixes.publish(request)
         self._forget(request)
         for queue in (self.running, self.waiting):
             if request in queue:
@@ -290,17 +273,21 @@ class Engine:
             request.block_ids.clear()
 
     def _forget(self, request: Request) -> None:
-        if self.drafter is None:
-            return
-        error = free_safely(self.drafter, request.sequence)
-        if error is not None:
-            request.stats.drafter_errors.append(error)
-            self.stats.num_drafter_errors += 1
+        self.speculation.forget(request)
+        self.prefixes.forget(request)
 
-    def _record(self, seconds: float, num_fed: int, num_committed: int, decodes_only: bool) -> None:
-        """Feed the step to the statistics, and to the controller if it held no prompt."""
-        if decodes_only:
-            self.controller.cost.record(num_fed, num_committed, seconds)
+    def _record(self, seconds: float, num_fed: int, num_committed: int) -> None:
+        """Feed the step to the statistics."""
         used = sum(request.num_written for request in self.running)
         owned = sum(len(request.block_ids) for request in self.running) * self.pool.block_size
         self.stats.record(seconds, num_fed, num_committed, used, owned)
+
+
+def _granted(plan: StepPlan[Request]) -> dict[Request, int]:
+    """Drafts that the plan granted, for each request that wants some."""
+    granted = {}
+    for request, num_tokens in plan.scheduled.items():
+        request.num_drafts = max(0, num_tokens - request.sequence.num_pending)
+        if request.num_drafts:
+            granted[request] = request.num_drafts
+    return granted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,35 +9,34 @@ from typing import Any
 
 import torch
 
-from pagedraft.decoding.controller import DraftController
+from pagedraft.decoding.controller import BatchController
 from pagedraft.decoding.drafters.base import Drafter
-from pagedraft.decoding.drafters.draft_model import DraftModelDrafter, check_vocabularies
-from pagedraft.decoding.drafters.lookup import NgramDrafter
+from pagedraft.decoding.drafters.draft_model import check_vocabularies
+from pagedraft.decoding.drafters.table import Setup, drafter_names, make_drafters
 from pagedraft.decoding.load import (
     check_text,
     default_sampling,
-    encode,
     load_model,
     load_tokenizer,
     resolve_kv_dtype,
 )
-from pagedraft.decoding.params import SamplingParams, check_int, derive_seed, logit_rules
-from pagedraft.decoding.sequence import Sequence
+from pagedraft.decoding.params import SamplingParams, check_int
 from pagedraft.kernels.paged_attention import BLOCK_SIZES
-from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.engine import Engine
 from pagedraft.scheduler.memory import make_kv_caches
 from pagedraft.scheduler.request import FinishReason, Request, RequestStats
-
-SPECULATE = ("auto", "off", "draft", "ngram")
+from pagedraft.scheduler.submission import Submission, as_params, as_prompts
 
 
 @dataclass(frozen=True)
 class Completion:
     """What a request became.
 
-    finish_reason: "stop" (EOS or a stop id, kept in token_ids), "length", "abort" or "error".
+    index: which of the prompt's n samples it is.
+    finish_reason: "stop" (EOS, a stop id or a stop string), "length", "abort" or "error".
+    stop_reason: the stop id or string that ended it, kept in token_ids; a string is cut off
+        ``text``.
     logprobs: a dict per token from id to log-probability, if the request asked for them.
     error: what went wrong where finish_reason is "error".
     """
@@ -49,20 +47,24 @@ class Completion:
     logprobs: list[dict[int, float]] | None
     stats: RequestStats
     error: str | None = None
+    stop_reason: int | str | None = None
+    index: int = 0
 
 
 class LLM:
     """A target model, optionally a draft, one KV pool, one engine.
 
     model, draft: a local folder, a hub id, ``demo``, or a loaded Transformer.
-    speculate: "auto" is "draft" with a draft model and "ngram" without; "off".
+    speculate: "off", or drafters by name (decoding/drafters/table.py), joined by "+" where the
+        engine shall choose among several; "auto": the draft model, if there is one, and lookup.
     drafter: your own, in place of what ``speculate`` names (decoding/drafters/base.py).
-    k: drafts a step and request, or "auto".
+    k: drafts a step and request, or "auto": as many as pay.
     dtype: of the weights; "auto" is bf16. On the CPU arithmetic and KV are fp32 all the same.
     weights: "int8", "int4" or "fp8" quantises the linear weights of both models as they are loaded;
         "auto" keeps what the checkpoint stores.
     kv_dtype: of the KV pools: "int8", "fp8", or "auto", the dtype of the activations.
     kv_tokens: capacity of the KV pool in tokens; None sizes it from free memory.
+    prefix_cache: keep KV of ended requests for prompts that begin the same.
     seed: where the noise of requests without a seed comes from.
     """
 
@@ -85,55 +87,58 @@ class LLM:
         max_rows: int = 64,
         token_budget: int = 512,
         chunk_tokens: int | None = None,
+        prefix_cache: bool = True,
     ) -> None:
-        if speculate not in SPECULATE:
-            raise ValueError(f"speculate: expected one of {list(SPECULATE)}, got {speculate!r}")
+        names = [] if drafter is not None else drafter_names(speculate, has_draft=draft is not None)
         if block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size: expected one of {list(BLOCK_SIZES)}, got {block_size!r}")
         if kv_tokens is not None:
             check_int("kv_tokens", kv_tokens, 1)
         check_int("seed", seed, 0, 2**64 - 1)
-        controller = DraftController(k)
+        controller = BatchController(k)
         stored = resolve_kv_dtype(kv_dtype)
         options: dict[str, Any] = {"dtype": dtype, "weights": weights, "device": device}
         options["exact"] = exact
         self.target = load_model(model, **options)
         self.tokenizer = load_tokenizer(self.target)
-        self.seed = seed
-        draft_model = self._load_draft(draft, speculate, options)
+        draft_model = self._load_draft(draft, options) if "draft" in names else None
         models = [self.target] if draft_model is None else [self.target, draft_model]
         caches = make_kv_caches(
             models, stored, block_size=block_size, kv_tokens=kv_tokens, max_rows=max_rows
         )
+        setup = Setup(self.target, caches[0], draft_model, caches[-1] if draft_model else None)
         self.engine = Engine(
             self.target,
-            caches[0],
-            drafter=drafter or self._drafter(speculate, draft_model, caches[-1]),
+            caches,
+            drafters=make_drafters(names, setup) if drafter is None else [drafter],
             controller=controller,
             max_rows=max_rows,
             token_budget=token_budget,
             chunk_tokens=chunk_tokens,
+            prefix_cache=prefix_cache,
         )
         self._num_submitted = 0
-        self._defaults = default_sampling(self.target.folder)
+        self._submission = Submission(
+            self.target.config, self.tokenizer, default_sampling(self.target.folder), seed
+        )
 
     def generate(
         self,
         prompts: str | list[int] | list[str] | list[list[int]],
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Run all prompts together and return their completions in order.
+        """Run all prompts together and return their completions in order, n for each prompt.
 
         Every prompt is checked before any runs; a bad one raises ValueError naming its index. A
         request that fails while running ends alone, with finish_reason "error".
         """
-        many = _as_prompts(prompts)
-        rows = _as_params(params, len(many))
+        many = as_prompts(prompts)
+        rows = as_params(params, len(many))
         requests: list[Request] = []
         try:
             for index, (prompt, row) in enumerate(zip(many, rows, strict=True)):
                 try:
-                    requests.append(self.submit(prompt, row))
+                    requests += self.submit_all(prompt, row)
                 except (ValueError, TypeError) as error:
                     raise type(error)(f"prompts[{index}]: {error}") from error
             while not all(request.finished for request in requests):
@@ -187,41 +192,24 @@ class LLM:
 
         options: ``priority`` and ``on_tokens`` of Request.
         """
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params: expected SamplingParams, got {params!r}")
-        index = self._num_submitted
-        temperature = params.temperature
-        if temperature is None:
-            temperature = self._defaults["temperature"]
-        token_ids = encode(prompt, self.tokenizer)
-        self._check_bias(params)
-        eos_ids = () if params.ignore_eos else self.target.config.eos_token_ids
-        stop_ids = frozenset((*eos_ids, *params.stop_token_ids))
-        request = Request(
-            request_id=f"request-{index}",
-            sequence=Sequence(
-                token_ids=token_ids,
-                num_prompt=len(token_ids),
-                temperature=temperature,
-                seed=derive_seed(self.seed, index) if params.seed is None else params.seed,
-                rules=logit_rules(params, self._defaults, stop_ids),
-            ),
-            params=dataclasses.replace(params, temperature=temperature),
-            stop_ids=stop_ids,
-            max_context=self.target.config.max_positions,
-            **options,
-        )
-        self.engine.add(request)
-        self._num_submitted += 1
+        if isinstance(params, SamplingParams) and params.n > 1:
+            raise ValueError(f"n: expected 1, got {params.n}; generate and submit_all take more")
+        [request] = self.submit_all(prompt, params, **options)
         return request
 
-    def _check_bias(self, params: SamplingParams) -> None:
-        vocab_size = self.target.config.vocab_size
-        unknown = [token for token in params.logit_bias or () if token >= vocab_size]
-        if unknown:
-            raise ValueError(
-                f"logit_bias: expected token ids from 0 to {vocab_size - 1}, got {unknown[0]}"
-            )
+    def submit_all(
+        self, prompt: str | list[int], params: SamplingParams, **options: Any
+    ) -> list[Request]:
+        """Queue a request for each of the prompt's n samples; they share the prompt's KV."""
+        requests = self._submission.requests(prompt, params, self._num_submitted, **options)
+        for request in requests:
+            self.engine.add(request)
+        self._num_submitted += 1
+        return requests
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of ended requests, as a measurement of cold prompts needs."""
+        self.engine.prefixes.clear()
 
     def completion(self, request: Request) -> Completion:
         """The completion of a request that has ended."""
@@ -229,13 +217,16 @@ class LLM:
             raise ValueError(f"request {request.request_id!r} has not ended")
         output_ids = request.sequence.output_ids
         wants_logprobs = request.params.logprobs is not None
+        text = None if request.output_text is None else request.output_text.text
         return Completion(
-            text=self.decode(output_ids),
+            text=self.decode(output_ids) if text is None else text,
             token_ids=output_ids,
             finish_reason=request.finish_reason,
             logprobs=request.logprobs if wants_logprobs else None,
             stats=request.stats,
             error=request.error,
+            stop_reason=request.stop_reason,
+            index=request.sequence.sample_index,
         )
 
     def decode(self, token_ids: list[int]) -> str:
@@ -245,51 +236,9 @@ class LLM:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _load_draft(
-        self,
-        draft: str | Path | Transformer | None,
-        speculate: str,
-        options: dict[str, Any],
-    ) -> Transformer | None:
-        if draft is None:
-            if speculate == "draft":
-                raise ValueError('speculate: "draft" needs a draft model, got none')
-            return None
-        if speculate in ("off", "ngram"):
-            return None
+        self, draft: str | Path | Transformer | None, options: dict[str, Any]
+    ) -> Transformer:
+        assert draft is not None
         model = load_model(draft, **options)
         check_vocabularies(model, self.target)
         return model
-
-    def _drafter(
-        self, speculate: str, draft_model: Transformer | None, draft_cache: KVCache
-    ) -> Drafter | None:
-        if speculate == "off":
-            return None
-        if draft_model is None:
-            return NgramDrafter()
-        return DraftModelDrafter(
-            draft_model, draft_cache, target_vocab_size=self.target.config.vocab_size
-        )
-
-
-def _as_prompts(prompts: Any) -> list[Any]:
-    """One prompt or many, as a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, (list, tuple)):
-        kind = type(prompts).__name__
-        raise TypeError(f"prompts: expected text, token ids or a list of either, got a {kind}")
-    if prompts and all(isinstance(token, int) for token in prompts):
-        return [list(prompts)]
-    return list(prompts)
-
-
-def _as_params(params: Any, count: int) -> list[SamplingParams]:
-    """One SamplingParams for all prompts or one for each, as a list."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, (list, tuple)):
-        raise TypeError(f"params: expected SamplingParams or a list of them, got {params!r}")
-    if len(params) != count:
-        raise ValueError(f"params: expected {count} as there are prompts, got {len(params)}")
-    return list(params)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from pagedraft.decoding.drafters.base import Proposal
+from pagedraft.decoding.draw import changes_logits
 from pagedraft.kernels.logprobs import logprobs
 from pagedraft.scheduler.request import Request
 
 
 def raw_logits(
-    logits_QV: torch.Tensor, sampled: list[Request], drafts: list[list[int]]
+    logits_QV: torch.Tensor, sampled: list[Request], drafts: list[Proposal]
 ) -> dict[Request, torch.Tensor]:
-    """Copies of the rows that a request's rules will change and whose values it wants reported."""
+    """Copies of the rows that verification will change and whose values are to be reported."""
     copies, first_row = {}, 0
-    for request, row_drafts in zip(sampled, drafts, strict=True):
-        end_row = first_row + len(row_drafts) + 1
-        if request.params.logprobs is not None and request.sequence.rules.changes_logits:
+    for request, proposal in zip(sampled, drafts, strict=True):
+        end_row = first_row + len(proposal.tokens) + 1
+        is_judged = bool(proposal.tokens) and request.sequence.accept != "match"
+        is_scratch = is_judged or changes_logits(request.sequence)
+        if request.params.logprobs is not None and is_scratch:
             copies[request] = logits_QV[first_row:end_row].clone()
         first_row = end_row
     return copies

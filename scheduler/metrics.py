@@ -23,7 +23,6 @@ class EngineStats:
     num_committed: int = 0
     slot_steps_owned: int = 0
     slot_steps_used: int = 0
-    num_drafter_errors: int = 0
 
     def record(self, seconds: float, fed: int, committed: int, used: int, owned: int) -> None:
         """Add one step."""

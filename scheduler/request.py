@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pagedraft.decoding.controller import Acceptance
+from pagedraft.decoding.acceptance import Acceptance
+from pagedraft.decoding.controller import Choice
+from pagedraft.decoding.detokenize import OutputText
+from pagedraft.decoding.drafters.base import Proposal
 from pagedraft.decoding.params import SamplingParams
 from pagedraft.decoding.sequence import Sequence
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+OFF = Choice(None, 0, "off", 0.0)
+
+
+class Decision(NamedTuple):
+    """What was decided about a request's drafts in one step, and what came of it.
+
+    drafter: whose drafts were verified, None for none. wanted: drafts that the controller chose.
+    drafted: drafts that were verified; accepted: how many of them counted.
+    reason: why so many and no more, in plain words; without drafts, why none.
+    """
+
+    drafter: str | None
+    wanted: int
+    drafted: int
+    accepted: int
+    reason: str
 
 
 @dataclass
@@ -21,25 +41,55 @@ class RequestStats:
 
     emissions: (time, number of tokens) of every target pass that emitted tokens.
     drafted, accepted: counts by draft position (index 0 is the first draft).
+    decisions: one for every target pass that ended in a draw.
+    num_cached_tokens: context tokens whose KV the prefix cache had, summed over admissions.
     num_preemptions: how often its KV was dropped and recomputed.
-    drafter_errors: messages of a drafter that failed and was turned off for this request.
+    drafter_errors: messages of drafters that failed and were turned off for this request.
     """
 
     submitted: float = field(default_factory=time.perf_counter)
     emissions: list[tuple[float, int]] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
     drafter_errors: list[str] = field(default_factory=list)
 
-    def record_drafts(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one verified step by position."""
-        grow = num_drafted - len(self.drafted)
+    def record(self, decision: Decision) -> None:
+        """Note what became of one pass's drafts."""
+        self.decisions.append(decision)
+        grow = decision.drafted - len(self.drafted)
         self.drafted.extend([0] * grow)
         self.accepted.extend([0] * grow)
-        for position in range(num_drafted):
+        for position in range(decision.drafted):
             self.drafted[position] += 1
-            self.accepted[position] += position < num_accepted
+            self.accepted[position] += position < decision.accepted
+
+    @property
+    def num_drafts(self) -> int:
+        """Target passes that verified drafts."""
+        return self.drafted[0] if self.drafted else 0
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Why passes had no drafts: how often for each reason."""
+        return dict(Counter(row.reason for row in self.decisions if row.drafted == 0))
+
+    @property
+    def drafters(self) -> dict[str, tuple[int, int]]:
+        """Drafts verified and accepted, by drafter."""
+        totals: dict[str, tuple[int, int]] = {}
+        for row in self.decisions:
+            if row.drafter is not None:
+                drafted, accepted = totals.get(row.drafter, (0, 0))
+                totals[row.drafter] = (drafted + row.drafted, accepted + row.accepted)
+        return totals
+
+    @property
+    def token_times(self) -> list[float]:
+        """Seconds from submission to each token; tokens of one pass come together."""
+        return [when - self.submitted for when, count in self.emissions for _ in range(count)]
 
     @property
     def ttft(self) -> float | None:
@@ -72,8 +122,11 @@ class Request:
     """One request on its way through the engine.
 
     Set by the submitter: request_id, sequence, params (resolved: no None temperature), stop_ids,
-    max_context (tokens), priority (lower runs first), on_tokens.
-    Set by the engine: arrival, num_drafts (wanted in the next step), finish_reason, error.
+    max_context (tokens), priority (lower runs first), on_tokens, output_text (where stop strings
+    are looked for; None without any), parent (the first of a prompt's n samples, for the others).
+    Set by the engine: arrival, drafters (names of those that may still draft for it), choice and
+    offers (of the next step, see speculation.py), num_drafts (wanted in the next step),
+    finish_reason, stop_reason (the stop id or string), error.
     """
 
     request_id: str
@@ -83,10 +136,15 @@ class Request:
     max_context: int
     priority: int = 0
     on_tokens: Callable[[list[int]], None] | None = None
+    output_text: OutputText | None = None
+    parent: Request | None = None
     arrival: int = -1
+    drafters: tuple[str, ...] = ()
+    choice: Choice = OFF
+    offers: dict[str, Proposal] = field(default_factory=dict)
     num_drafts: int = 0
-    speculating: bool = True
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
     acceptance: Acceptance = field(default_factory=Acceptance)

@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 
+from pagedraft.decoding.drafters.base import Drafter
 from pagedraft.decoding.params import SamplingParams
 from pagedraft.decoding.single import generate_with_kv_cache
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.llm import LLM
+
+
+def use_drafter(llm: LLM, drafter: Drafter) -> None:
+    """Let ``drafter`` draft in place of those that the engine has."""
+    llm.engine.speculation.drafters = {drafter.name: drafter}
 
 
 def random_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -104,6 +110,7 @@ def run_preempted(
             engine.pool.free(victim.request_id, victim.block_ids)
             victim.block_ids.clear()
             victim.drop_kv()
+            engine.prefixes.forget(victim)
             engine.running.remove(victim)
             engine.waiting.append(victim)
         engine.step()

@@ -39,7 +39,7 @@ def test_the_demo_notices_a_difference(llm, capsys, monkeypatch):
     def trusting(logits_QV, sequences, drafts):
         verified = honest(logits_QV, sequences, drafts)
         pairs = zip(drafts, verified, strict=True)
-        return [[*row, 5] if row else tokens for row, tokens in pairs]
+        return [[*row.tokens, 5] if row.tokens else tokens for row, tokens in pairs]
 
     honest = verify.verify_rows
     monkeypatch.setattr("pagedraft.scheduler.engine.verify_rows", trusting)

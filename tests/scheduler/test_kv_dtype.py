@@ -140,7 +140,7 @@ POOLS = {
 def test_target_and_draft_pools_store_it(load, option, stored):
     llm = LLM(load("target"), load("other"), kv_dtype=option, kv_tokens=64)
     assert llm.engine.cache.k[0].dtype == llm.engine.cache.v[-1].dtype == stored
-    assert llm.engine.drafter.cache.k[0].dtype == stored
+    assert llm.engine.caches[1].k[0].dtype == stored
 
 
 @pytest.mark.usefixtures("cpu_path")

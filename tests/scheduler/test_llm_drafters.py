@@ -7,7 +7,7 @@ import torch
 
 from pagedraft.scheduler.llm import LLM
 from pagedraft.tests.model.tiny import save_tiny
-from pagedraft.tests.scheduler.runs import GREEDY, random_prompts
+from pagedraft.tests.scheduler.runs import GREEDY, random_prompts, use_drafter
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
@@ -66,7 +66,7 @@ class OddDrafter(BrokenDrafter):
 @pytest.mark.parametrize("name", BROKEN_ROWS)
 def test_drafts_that_are_no_token_ids(llm, name):
     expected = [c.token_ids for c in llm.generate([[5, 6, 7], [8, 9]], GREEDY)]
-    llm.engine.drafter = OddDrafter(BROKEN_ROWS[name])
+    use_drafter(llm, OddDrafter(BROKEN_ROWS[name]))
     completions = llm.generate([[5, 6, 7], [8, 9]], GREEDY)
     assert [c.token_ids for c in completions] == expected
     assert all(len(c.stats.drafter_errors) == 1 for c in completions)
@@ -91,7 +91,7 @@ def test_your_own_drafter_by_the_front_door(target):
 def test_emitted_tokens_are_plain_integers(llm):
     expected = llm.generate([5, 6, 7], GREEDY)[0].token_ids
     follow = iter([expected[1:]])
-    llm.engine.drafter = OddDrafter(lambda k: torch.tensor(next(follow, [])[:k]))
+    use_drafter(llm, OddDrafter(lambda k: torch.tensor(next(follow, [])[:k])))
     completion = llm.generate([5, 6, 7], GREEDY)[0]
     assert completion.token_ids == expected
     assert sum(completion.stats.accepted) > 0
@@ -102,7 +102,8 @@ def test_a_drafter_that_cannot_let_go_leaks_nothing(llm, monkeypatch):
     def fail(sequence):
         raise RuntimeError("still needed")
 
-    monkeypatch.setattr(llm.engine.drafter, "on_free", fail)
+    [drafter] = llm.engine.speculation.drafters.values()
+    monkeypatch.setattr(drafter, "on_free", fail)
     completion = llm.generate([5, 6, 7], GREEDY)[0]
     assert completion.finish_reason == "length"
     assert completion.stats.drafter_errors == ["on_free: RuntimeError: still needed"]
@@ -117,7 +118,7 @@ def test_a_rejected_draft_with_nan_weights_is_not_seen(tmp_path):
     model.model.embed_tokens.weight.data[bad] = torch.nan
     model.save_pretrained(tmp_path)
     llm = LLM(tmp_path, kv_tokens=64, k=3)
-    llm.engine.drafter = OddDrafter(lambda k: [bad] * k)
+    use_drafter(llm, OddDrafter(lambda k: [bad] * k))
     completion = llm.generate([5, 6, 7], GREEDY)[0]
     assert completion.token_ids == plain
     assert completion.stats.drafter_errors == ["NaN in a step with drafts"]
@@ -125,9 +126,9 @@ def test_a_rejected_draft_with_nan_weights_is_not_seen(tmp_path):
 
 def test_a_failing_drafter_is_turned_off_for_that_request(llm):
     expected = [c.token_ids for c in llm.generate([[5, 6, 7], [8, 9]], GREEDY)]
-    llm.engine.drafter = BrokenDrafter(poison=5)
+    use_drafter(llm, BrokenDrafter(poison=5))
     completions = llm.generate([[5, 6, 7], [8, 9]], GREEDY)
     assert [c.token_ids for c in completions] == expected
     assert completions[0].stats.drafter_errors == ["RuntimeError: no drafts today"]
     assert completions[1].stats.drafter_errors == []
-    assert llm.engine.stats.num_drafter_errors == 1
+    assert llm.engine.speculation.num_errors == 1

@@ -7,13 +7,13 @@ import math
 import pytest
 
 from pagedraft.scheduler.metrics import EngineStats, percentile, summarise
-from pagedraft.scheduler.request import RequestStats
+from pagedraft.scheduler.request import Decision, RequestStats
 
 
 def stats_of(emissions, drafts=()) -> RequestStats:
     stats = RequestStats(submitted=1.0, emissions=list(emissions))
     for drafted, accepted in drafts:
-        stats.record_drafts(drafted, accepted)
+        stats.record(Decision("ngram", drafted, drafted, accepted, "fixed"))
     return stats
 
 

@@ -61,10 +61,13 @@ def test_speculation_changes_nothing(folders, weights, run):
 def test_target_and_draft_are_quantised(folders, weights):
     plain = LLM(folders["target"], folders["other"], kv_tokens=64)
     llm = LLM(folders["target"], folders["other"], weights=weights, kv_tokens=64)
-    draft = llm.engine.drafter.model
+    draft = llm.engine.speculation.drafters["draft"].model
     assert llm.target.weight_bytes < plain.target.weight_bytes
-    assert draft.weight_bytes < plain.engine.drafter.model.weight_bytes
-    assert draft.layers[0].qkv.format != plain.engine.drafter.model.layers[0].qkv.format
+    assert draft.weight_bytes < plain.engine.speculation.drafters["draft"].model.weight_bytes
+    assert (
+        draft.layers[0].qkv.format
+        != plain.engine.speculation.drafters["draft"].model.layers[0].qkv.format
+    )
 
 
 @pytest.mark.usefixtures("cpu_path")

@@ -1,0 +1,49 @@
+"""What a request keeps of a step's tokens: the output contract applied to it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagedraft.decoding.commit import commit
+from pagedraft.scheduler.request import FinishReason, Request
+
+
+class Kept(NamedTuple):
+    """The tokens that a request keeps, and why it ends, if it does.
+
+    stop_reason: the stop id or stop string. error: what went wrong where ``reason`` is "error".
+    """
+
+    tokens: list[int]
+    reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+def keep(request: Request, tokens: list[int]) -> Kept:
+    """Apply the output contract to a pass's tokens; -1, a failed draw, can only be the last.
+
+    A failed draw counts only if the tokens before it do not end the request: plain decoding would
+    not get there.
+    """
+    valid = [token for token in tokens if token >= 0]
+    kept: list[int] = []
+    if valid:
+        result = commit(
+            valid,
+            num_output=request.num_output,
+            num_context=request.num_tokens,
+            max_tokens=request.params.max_tokens,
+            max_context=request.max_context,
+            stop_ids=request.stop_ids,
+            push=None if request.output_text is None else request.output_text.push,
+        )
+        kept = list(result.tokens)
+        if result.finish_reason is not None:
+            return Kept(kept, result.finish_reason, result.stop_reason)
+    if len(valid) == len(tokens):
+        return Kept(kept)
+    position = request.num_tokens + len(kept)
+    failure = request.sequence.failures.get(position)
+    error = failure or f"logits: no finite maximum at position {position} (NaN?)"
+    return Kept(kept, "error", error=error)

@@ -1,0 +1,118 @@
+"""Decisions about drafts: options of one request, what the statistics say, several drafters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pagedraft.scheduler.llm import LLM
+from pagedraft.tests.scheduler.runs import GREEDY, random_prompts, use_drafter
+
+pytestmark = pytest.mark.usefixtures("cpu_path")
+[PROMPT] = random_prompts(97, (9,))
+LONG = replace(GREEDY, max_tokens=13)
+
+
+class Fixed:
+    """Proposes the tokens it was given, whatever they are worth."""
+
+    def __init__(self, name: str, tokens: list[int]) -> None:
+        self.name, self.tokens = name, tokens
+
+    def propose(self, sequences, num_drafts):
+        return [self.tokens[:k] for k in num_drafts]
+
+    def on_free(self, sequence):
+        pass
+
+
+@pytest.fixture
+def self_draft(target) -> LLM:
+    return LLM(target, target, speculate="draft", block_size=8, kv_tokens=256, k=3)
+
+
+def test_every_pass_is_accounted_for(self_draft):
+    stats = self_draft.generate([PROMPT], LONG)[0].stats
+    assert [row.reason for row in stats.decisions] == ["off", "fixed", "fixed", "fixed"]
+    assert [(row.drafter, row.drafted, row.accepted) for row in stats.decisions[1:]] == [
+        ("draft", 3, 3)
+    ] * 3
+    assert stats.num_drafts == 3
+    assert stats.drafters == {"draft": (9, 9)}
+    assert stats.drafted == stats.accepted == [3, 3, 3]
+    assert stats.tokens_per_pass == 13 / 4
+    assert stats.skipped == {"off": 1}
+    assert len(stats.token_times) == 13
+    assert stats.token_times == sorted(stats.token_times)
+    assert stats.token_times[0] == stats.ttft
+
+
+def test_a_request_chooses_its_k(self_draft):
+    params = [replace(LONG, k=k) for k in (0, 1, 2, 5)] + [replace(LONG, speculate=False)]
+    completions = self_draft.generate([PROMPT] * 5, params)
+    longest = [len(completion.stats.drafted) for completion in completions]
+    assert longest == [0, 1, 2, 5, 0]
+    assert len({tuple(completion.token_ids) for completion in completions}) == 1
+
+
+def test_the_last_tokens_are_not_drafted_in_vain(self_draft):
+    stats = self_draft.generate([PROMPT], replace(GREEDY, max_tokens=6))[0].stats
+    assert [row.drafted for row in stats.decisions] == [0, 3, 0]
+    assert stats.decisions[-1].reason == "limit"
+
+
+def test_a_drafter_that_finds_nothing_is_said_to(llm):
+    use_drafter(llm, Fixed("mute", []))
+    stats = llm.generate([PROMPT], GREEDY)[0].stats
+    assert stats.skipped["nothing found"] == 6
+    assert stats.num_drafts == 0
+
+
+def test_no_room_is_said_to(target):
+    llm = LLM(target, target, speculate="draft", block_size=8, kv_tokens=256, k=3, token_budget=1)
+    stats = llm.generate([PROMPT], GREEDY)[0].stats
+    assert stats.skipped["no room"] > 0
+    assert stats.num_drafts == 0
+
+
+def test_several_drafters_by_name(target):
+    llm = LLM(target, target, speculate="draft+ngram", block_size=8, kv_tokens=256)
+    assert list(llm.engine.speculation.drafters) == ["draft", "ngram"]
+    plain = LLM(target, speculate="off", block_size=8, kv_tokens=256)
+    prompts = random_prompts(97, (5, 9, 30))
+    assert [c.token_ids for c in llm.generate(prompts, LONG)] == [
+        c.token_ids for c in plain.generate(prompts, LONG)
+    ]
+
+
+BAD_NAMES = {
+    "unknown": ("magic", "speculate: expected .*got 'magic'"),
+    "one of two": ("ngram+magic", "speculate: expected .*got 'magic'"),
+    "off and more": ("off+ngram", "speculate: expected .*got 'off'"),
+    "none": ("", "speculate: expected .*got ''"),
+    "twice": ("ngram+ngram", "expected each drafter once, got .ngram.ngram"),
+    "no draft": ("ngram+draft", "needs a draft model"),
+    "not text": (3, "speculate: expected"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_bad_names_are_named(target, name):
+    speculate, message = BAD_NAMES[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        LLM(target, speculate=speculate, kv_tokens=64)
+
+
+def test_only_the_drafter_that_fails_is_turned_off(target):
+    class Failing(Fixed):
+        def propose(self, sequences, num_drafts):
+            raise RuntimeError("no drafts today")
+
+    llm = LLM(target, speculate="off", block_size=8, kv_tokens=256, k=2)
+    drafters = (Failing("failing", []), Fixed("other", [5, 6]))
+    llm.engine.speculation.drafters = {drafter.name: drafter for drafter in drafters}
+    stats = llm.generate([PROMPT], GREEDY)[0].stats
+    assert stats.drafter_errors == ["RuntimeError: no drafts today"]
+    assert list(stats.drafters) == ["other"]
+    assert llm.engine.speculation.num_errors == 1
