@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Sequence
 
+from pagedraft.decoding.detokenize import OutputText
 from pagedraft.decoding.load import encode
 from pagedraft.decoding.params import SamplingParams
 from pagedraft.scheduler.demo import run_demo
 from pagedraft.scheduler.diff import add_diff_command
-from pagedraft.scheduler.llm import LLM, SPECULATE
+from pagedraft.scheduler.estimate import add_estimate_command
+from pagedraft.scheduler.llm import LLM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,12 +58,21 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--repetition-penalty", type=float, default=None, help="above 1: repeat less"
     )
+    generate.add_argument(
+        "--stop", action="append", default=[], help="text that ends the answer; may be repeated"
+    )
+    generate.add_argument(
+        "--accept",
+        default="match",
+        help="how drafts are judged: match (as plain decoding draws), rejection, block (match)",
+    )
     generate.add_argument("--seed", type=int, default=None, help="fixes the sampling noise")
     generate.add_argument(
         "--raw", action="store_true", help="continue the text; do not use the chat template"
     )
     generate.set_defaults(command=_generate)
     add_diff_command(commands)
+    add_estimate_command(commands)
     return parser
 
 
@@ -69,7 +80,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="local folder, hub id or demo (demo)")
     parser.add_argument("--draft", default=None, help="draft model: local folder or hub id")
     parser.add_argument(
-        "--speculate", default="auto", choices=SPECULATE, help="where drafts come from (auto)"
+        "--speculate",
+        default="auto",
+        help="off, or where drafts come from: draft, ngram, suffix, layers; more than one with +",
     )
     parser.add_argument("--k", type=_draft_length, default="auto", help="drafts a step, or auto")
     parser.add_argument("--dtype", default="auto", help="of the weights: bf16, fp16, fp32, auto")
@@ -118,6 +131,8 @@ def _generate(args: argparse.Namespace) -> int:
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
+        stop=tuple(args.stop),
+        accept=args.accept,
         seed=args.seed,
     )
     llm = _load(args)
@@ -128,19 +143,19 @@ def _generate(args: argparse.Namespace) -> int:
         token_ids = llm.chat_ids([{"role": "user", "content": prompt}])
     else:
         token_ids = encode(prompt, llm.tokenizer)
+    text = OutputText(llm.tokenizer, stop=params.stop or (), min_tokens=params.min_tokens)
     began = time.perf_counter()
-    output: list[int] = []
-    shown = ""
+    num_tokens, num_shown = 0, 0
     for tokens in llm.stream(token_ids, params):
-        output.extend(tokens)
-        text = llm.decode(output)
-        if not text.endswith("\ufffd"):  # the first bytes of a character wait for the rest
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    print(llm.decode(output)[len(shown) :])
+        num_tokens += len(tokens)
+        for token in tokens:
+            text.push(token)
+        print(text.settled[num_shown:], end="", flush=True)
+        num_shown = len(text.settled)
+    print(text.text[num_shown:])
     seconds = time.perf_counter() - began
     print(
-        f"{len(output)} tokens in {seconds:.2f} s, {len(output) / seconds:.1f} tok/s",
+        f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.1f} tok/s",
         file=sys.stderr,
     )
     return 0
