@@ -172,9 +172,10 @@ class TestDraftModel:
                 raise RuntimeError("out of memory")
             return forward(batch, cache)
 
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        with monkeypatch.context() as patch:
             patch.setattr(drafter.model, "forward", fail_at_the_second)
-            drafter.propose([sequence], [3])
+            with pytest.raises(RuntimeError, match="out of memory"):
+                drafter.propose([sequence], [3])
         assert sequence.num_draft_written == 0
         assert drafter.propose([sequence], [3])[0].tokens == expected
 
@@ -201,7 +202,8 @@ class TestVocabularies:
         [proposal] = drafter.propose([sequence], [4])
         assert proposal.q_KV.shape == (4, 97)
         torch.testing.assert_close(proposal.q_KV.sum(1), torch.ones(4))
-        assert (proposal.q_KV[:, :known] > 0).all() and not proposal.q_KV[:, known:].any()
+        assert (proposal.q_KV[:, :known] > 0).all()
+        assert not proposal.q_KV[:, known:].any()
         assert max(proposal.tokens) < known
 
     def test_q_is_what_was_drawn_from(self, load, target, cache):
