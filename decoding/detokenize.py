@@ -35,7 +35,7 @@ class Detokenizer:
         self.pending = ""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_whole = backend is None or _cleans_up(tokenizer, backend)
-        self._backend = tokenizer if self._is_whole else backend
+        self._backend: Any = tokenizer if self._is_whole else backend
         self._window: list[int] = []  # tokens decoded together: those before, then the pending
         self._num_before = 0
         self._text_before = ""
