@@ -20,8 +20,10 @@ from pagedraft.model.transformer import Transformer
 class LayersDrafter:
     """Drafts with the first ``num_layers`` layers of the target; None: a third of them.
 
-    A model that was not trained to stop early agrees with its own first layers rarely; how often is
-    measured, not assumed.
+    A model that was not trained for it agrees with its own first layers rarely. Of the first drafts
+    of SmolLM2-135M-Instruct, which has 30 layers, 4 % were accepted with 10 layers, 13 % with 20,
+    37 % with 25 and 55 % with 28 (four chat prompts, greedy): less than the layers' share of a
+    pass each time.
 
     last_num_rounds: passes of these layers in the last call of ``propose``.
 

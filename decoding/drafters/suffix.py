@@ -10,7 +10,7 @@ from pagedraft.decoding.drafters.indexed import ContextIndex, IndexedDrafter
 from pagedraft.decoding.drafters.suffix_automaton import Match, SuffixAutomaton
 from pagedraft.decoding.sequence import Sequence
 
-TAIL_TOKENS = 32  # how much of a context's end is looked for in other texts
+TAIL_TOKENS = 16  # how much of a context's end is looked for in other texts: 16 us
 
 
 class RecentTexts:
