@@ -148,20 +148,33 @@ def process_logits_cpu(logits_QV: torch.Tensor, batch: SampleBatch) -> None:
     x_QV = _edited(logits_QV, batch)
     largest_QC = largest_of_chunks(x_QV)
     top_Q = largest_QC.amax(-1)
-    row_S = (is_sampled(batch) & (top_Q > float("-inf"))).nonzero()[:, 0]
+    is_greedy_Q = ~is_sampled(batch)
+    point_P = is_greedy_Q.nonzero()[:, 0]
+    token_P = first_largest(x_QV, largest_QC)[point_P]
+    row_S = (~is_greedy_Q & (top_Q > float("-inf"))).nonzero()[:, 0]
     with np.errstate(over="ignore", invalid="ignore"):
         rows = _sampled_rows(x_QV, batch, row_S, largest_QC)
-        for s, row in enumerate(rows.row_S):
-            x_QV[row] = torch.from_numpy(rows.scaled(x_QV[row].numpy(), np.full(1, s)))
+        _scale_rows(x_QV.numpy(), rows)
+        top_Q[row_S] *= torch.from_numpy(rows.inverse_S)
     logits_QV[:, x_QV.shape[1] :] = float("-inf")
-    # What is left are points: greedy rows, and rows with an infinite x.
-    top_Q[row_S] = x_QV[row_S].amax(-1)
-    is_point_Q = ~is_sampled(batch) | (top_Q == float("inf"))
-    point_P = is_point_Q.nonzero()[:, 0]
-    token_P = x_QV[point_P].argmax(-1)
+    infinite_I = (~is_greedy_Q & (top_Q == float("inf"))).nonzero()[:, 0]
+    if len(infinite_I) > 0:
+        point_P = torch.cat([point_P, infinite_I])
+        token_P = torch.cat([token_P, x_QV[infinite_I].argmax(-1)])
     logits_QV[point_P] = float("-inf")
     logits_QV[point_P, token_P] = 0.0
     logits_QV[~(top_Q > float("-inf"))] = float("nan")
+
+
+def _scale_rows(x_QV: np.ndarray, rows: Rows) -> None:
+    """Turn the sampled rows' logits into x, in place; -inf beyond the cut."""
+    distance_V = np.empty(x_QV.shape[1], np.float32)
+    for s, row in enumerate(rows.row_S):
+        x_V = x_QV[row]
+        x_V *= rows.inverse_S[s]
+        if rows.cut_S is not None and rows.top_S is not None:
+            np.subtract(rows.top_S[s], x_V, out=distance_V)
+            np.putmask(x_V, distance_V > rows.cut_S[s], np.float32(-np.inf))
 
 
 def draw(
