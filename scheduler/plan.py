@@ -8,8 +8,8 @@ Order of claims on budget and blocks: pending tokens of running requests, then t
 admission of waiting requests, each by priority and arrival. Drafts never preempt anybody and
 never cost a running request its pending token.
 
-A request is admitted with what others have computed of its tokens (``Prefixes``: prefix cache,
-forks), so blocks can have several owners. Preempting an owner then frees nothing by itself, but
+A request is admitted with what others have computed of its tokens (``PrefixSource``: prefix
+cache, forks), so blocks can have several owners. Preempting an owner then frees nothing by itself, but
 the most important running request still always runs: at worst all others are preempted, and then
 every block is its own, free or evictable.
 """
@@ -51,7 +51,7 @@ RequestT = TypeVar("RequestT", bound=Schedulable)
 _RequestT = TypeVar("_RequestT", bound=Schedulable, contravariant=True)
 
 
-class Prefixes(Protocol[_RequestT]):
+class PrefixSource(Protocol[_RequestT]):
     """Gives a waiting request the blocks that others have computed (scheduler/prefix.py)."""
 
     def is_ready(self, request: _RequestT, /) -> bool: ...  # False: it waits for another to run
@@ -78,7 +78,7 @@ def plan_step(
     token_budget: int,
     max_rows: int,
     chunk_tokens: int | None = None,
-    prefixes: Prefixes[RequestT] | None = None,
+    prefixes: PrefixSource[RequestT] | None = None,
 ) -> StepPlan[RequestT]:
     """Plan one step, and grant every scheduled request the blocks of its whole span.
 
@@ -122,7 +122,7 @@ def fits_pool(num_tokens_total: int, pool: BlockPool) -> bool:
 
 
 def _ready(
-    waiting: Iterable[RequestT], prefixes: Prefixes[RequestT] | None, count: int
+    waiting: Iterable[RequestT], prefixes: PrefixSource[RequestT] | None, count: int
 ) -> list[RequestT]:
     """The first ``count`` waiting requests that can start now.
 
@@ -141,7 +141,7 @@ def _admit(
     pool: BlockPool,
     budget: int,
     chunk: int,
-    prefixes: Prefixes[RequestT] | None,
+    prefixes: PrefixSource[RequestT] | None,
 ) -> None:
     """Schedule waiting requests in order, up to the first that budget or pool have no room for."""
     for request in candidates:
