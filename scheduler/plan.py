@@ -9,9 +9,9 @@ admission of waiting requests, each by priority and arrival. Drafts never preemp
 never cost a running request its pending token.
 
 A request is admitted with what others have computed of its tokens (``PrefixSource``: prefix
-cache, forks), so blocks can have several owners. Preempting an owner then frees nothing by itself, but
-the most important running request still always runs: at worst all others are preempted, and then
-every block is its own, free or evictable.
+cache, forks), so blocks can have several owners. Preempting one of them may free nothing, but the
+most important running request still always runs: at worst all others are preempted, and then every
+block is its own, free or evictable.
 """
 
 from __future__ import annotations
