@@ -73,6 +73,6 @@ def _has_token(logits_V: torch.Tensor) -> bool:
 def _describe(value: object) -> str:
     """What a row of logits has to agree in: type, dtype, shape and device."""
     if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
+        return f"no tensor but {type(value).__name__}"
     dtype = str(value.dtype).removeprefix("torch.")
-    return f"a {dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    return f"{dtype} of shape {tuple(value.shape)} on {value.device}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from pagedraft.decoding.drafters.base import Proposal
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter, check_vocabularies
 from pagedraft.decoding.draw import draw
 from pagedraft.decoding.load import encode, load_model, load_tokenizer
@@ -88,8 +87,7 @@ def speculative_decode(
     )
     while sequence.num_tokens < max_length:
         k = min(num_drafts, max_length - sequence.num_tokens - 1)
-        [drafts] = drafter.propose([sequence], [k])
-        proposal = drafts if isinstance(drafts, Proposal) else Proposal(drafts)
+        [proposal] = drafter.propose([sequence], [k])
         batch = _batch(target, sequence, proposal.tokens, num_logits=len(proposal.tokens) + 1)
         logits_LV = target.forward(batch, cache)
         [tokens] = verify_rows(logits_LV, [sequence], [proposal])

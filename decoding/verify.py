@@ -42,7 +42,6 @@ def verify_rows(
 
     Raises ValueError or TypeError for logits or a q of another shape or dtype.
     """
-    proposals = [p if isinstance(p, Proposal) else Proposal(p) for p in proposals]
     starts = [0, *accumulate(len(proposal.tokens) + 1 for proposal in proposals)]
     if starts[-1] != logits_QV.shape[0]:
         raise ValueError(f"logits_QV: expected {starts[-1]} rows, got {logits_QV.shape[0]}")

@@ -214,7 +214,7 @@ def _scores(row: Row, judged: Judgement) -> torch.Tensor:
 
 
 def _log(residual_V: torch.Tensor) -> torch.Tensor:
-    """Logarithms in place; -inf below the normal numbers, whose own take a CPU ten times as long."""
+    """Logarithms in place; -inf below the normal numbers, where a CPU takes ten times as long."""
     is_zero_V = residual_V < _SMALLEST
     return residual_V.clamp_(min=_SMALLEST).log_().masked_fill_(is_zero_V, -math.inf)
 

@@ -53,8 +53,15 @@ def test_a_draft_that_does_not_know_a_token_stays_out(models, tmp_path):
     assert got == generate_with_kv_cache(target, prompt, 20)
 
 
+def by_length(output_ids, logits_V):
+    """A processor that makes tokens more likely by how much output there is."""
+    logits_V[len(output_ids) % 7 :: 7] += 2.0
+    return logits_V
+
+
 SAMPLING = {
     "greedy": None,
+    "processor": SamplingParams(temperature=0.8, seed=5, logits_processors=(by_length,)),
     "warm": SamplingParams(temperature=0.8, seed=7),
     "hot": SamplingParams(temperature=1.5, seed=2**64 - 1),
 }
@@ -71,6 +78,55 @@ def test_speculation_changes_nothing(models, sampling, num_drafts):
     )
     assert got == expected
     assert expected[: len(PROMPT)] == PROMPT
+
+
+@pytest.mark.parametrize("accept", ["rejection", "block"])
+def test_greedy_drafts_are_judged_as_if_they_were_matched(models, accept):
+    _, target, draft = models
+    params = SamplingParams(temperature=0, accept=accept, repetition_penalty=1.1)
+    expected = generate_with_kv_cache(target, PROMPT, 40, params=params)
+    got = speculative_decode(PROMPT, draft, target, max_length=40, params=params)
+    assert got == expected
+
+
+@pytest.mark.parametrize("accept", ["rejection", "block"])
+def test_judged_samples_are_not_the_plain_ones(models, accept):
+    """Each rule is really asked for, and its output depends on the seed alone."""
+    _, target, draft = models
+    params = SamplingParams(temperature=1.0, seed=3, accept=accept)
+    got = [
+        speculative_decode(PROMPT, draft, target, max_length=40, params=params) for _ in range(2)
+    ]
+    assert got[0] == got[1]
+    assert got[0] != generate_with_kv_cache(target, PROMPT, 40, params=params)
+
+
+def test_each_sample_of_a_prompt_is_another(models):
+    _, target, draft = models
+    params = SamplingParams(temperature=1.0, seed=3)
+    samples = [
+        generate_with_kv_cache(target, PROMPT, 30, params=params, sample_index=index)
+        for index in (0, 1)
+    ]
+    assert samples[0] != samples[1]
+    got = speculative_decode(PROMPT, draft, target, max_length=30, params=params, sample_index=1)
+    assert got == samples[1]
+
+
+def broken(output_ids, logits_V):
+    return logits_V if len(output_ids) < 5 else None
+
+
+def test_a_processor_that_fails_says_so(models):
+    _, target, draft = models
+    params = SamplingParams(temperature=0, logits_processors=(broken,), ignore_eos=True)
+    message = r"logits_processors: broken expected to return .* at position 13"
+    with pytest.raises(ValueError, match=message):
+        generate_with_kv_cache(target, PROMPT, 30, params=params)
+    with pytest.raises(ValueError, match=message):
+        speculative_decode(PROMPT, draft, target, max_length=30, params=params)
+    whole = generate_with_kv_cache(target, PROMPT, 13, params=params)
+    assert speculative_decode(PROMPT, draft, target, max_length=13, params=params) == whole
 
 
 def test_max_length_defaults_to_the_prompt_plus_max_tokens(models):
