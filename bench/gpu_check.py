@@ -209,13 +209,17 @@ def engine_equality() -> list[str]:
             for prompt, row in zip(prompts, params, strict=True)
         ]
         print("plain:", *expected, sep="\n  ")
-        engines = {"plain batch": plain, "itself": (target, 3)}
+        engines = {"plain batch": plain, "itself": ("draft", target, 3)}
         if not DRY:
-            engines |= {"another model": (other, 4), "n-gram": (None, 4)}
+            engines |= {
+                "another model": ("draft", other, 4),
+                "its first layer": ("layers", None, 2),
+            }
+            engines |= {"n-gram": ("ngram", None, 4), "any": ("draft+suffix", other, "auto")}
         for label, engine in engines.items():
             if isinstance(engine, tuple):
-                draft, num_drafts = engine
-                engine = LLM(target, draft, k=num_drafts, **options)
+                speculate, draft, num_drafts = engine
+                engine = LLM(target, draft, speculate=speculate, k=num_drafts, **options)
             outs = [completion.token_ids for completion in engine.generate(prompts, params)]
             problems += [
                 f"{label}: request {index} gave {out}, plain {want}"

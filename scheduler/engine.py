@@ -134,6 +134,7 @@ class Engine:
         """Raise unless every pool block is free, cached, or owned by the live requests it says."""
         live = [*self.running, *self.waiting]
         self.pool.check_integrity({request.request_id: request.block_ids for request in live})
+        self.prefixes.check_integrity()
 
     def _num_other_tokens(self) -> int:
         """Tokens of prompts and recomputation that could fill the next step."""
@@ -169,7 +170,7 @@ class Engine:
         copies = self.prefixes.take_copies()
         if copies:
             tensors = [tensor for cache in self.caches for tensor in cache.tensors]
-            copy_blocks(tensors, torch.tensor(copies, device=self.target.device))
+            copy_blocks(tensors, torch.tensor(copies))
 
     def _forward(
         self, scheduled: dict[Request, int], proposals: dict[Request, Proposal]
@@ -219,16 +220,21 @@ class Engine:
             if proposal.tokens and tokens[-1] < 0:
                 self._retry_without_drafts(request)
                 continue
-            self.speculation.settle(request, proposal, tokens)
-            num_kept += self._emit(request, tokens, rows_QV, now)
+            num_kept += self._emit(request, proposal, tokens, rows_QV, now)
         return num_kept
 
     def _emit(
-        self, request: Request, tokens: list[int], logits_QV: torch.Tensor, now: float
+        self,
+        request: Request,
+        proposal: Proposal,
+        tokens: list[int],
+        logits_QV: torch.Tensor,
+        now: float,
     ) -> int:
         """Keep what the output contract keeps of ``tokens``; return how many."""
         kept = keep(request, tokens)
         count = len(kept.tokens)
+        self.speculation.settle(request, proposal, tokens, count)
         if count and request.params.logprobs is not None:
             add_logprobs(request, logits_QV[:count], kept.tokens)
         if count:
@@ -262,7 +268,7 @@ class Engine:
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request.finish_reason = reason
         request.error = error
-        if request.block_ids:
+        if request.block_ids and reason != "error":  # whose KV may hold what went wrong
             self.prefixes.publish(request)
         self._forget(request)
         for queue in (self.running, self.waiting):

@@ -16,7 +16,7 @@ from pagedraft.decoding.commit import max_drafts
 from pagedraft.decoding.controller import BatchController, Row
 from pagedraft.decoding.drafters.base import Drafter, Proposal, is_lookup
 from pagedraft.decoding.drafters.guard import cut, free_safely, propose_safely
-from pagedraft.scheduler.request import OFF, Decision, Request
+from pagedraft.scheduler.request import OFF, PROMPT, Decision, Request
 
 NOTHING = Proposal([])
 
@@ -42,9 +42,9 @@ class Speculation:
 
     def admit(self, request: Request) -> None:
         """Say which drafters a new request may use."""
-        wants = request.params.speculate and request.params.k != 0
+        wants = bool(self.drafters) and request.params.speculate and request.params.k != 0
         request.drafters = tuple(self.drafters) if wants else ()
-        request.choice = OFF
+        request.choice = PROMPT if wants else OFF
         request.acceptance = Acceptance(self.acceptances)
 
     def decide(self, running: Seq[Request], num_other_tokens: int) -> None:
@@ -55,7 +55,7 @@ class Speculation:
         for request in running:
             request.num_drafts = 0
             request.offers = {}
-            request.choice = OFF
+            request.choice = PROMPT if request.drafters else OFF
         if not self.drafters:
             return
         decoding = [request for request in running if request.sequence.num_pending == 1]
@@ -103,14 +103,18 @@ class Speculation:
             num_emitted=num_emitted,
         )
 
-    def settle(self, request: Request, proposal: Proposal, tokens: list[int]) -> None:
-        """Learn from a verified pass: ``tokens`` are the accepted drafts and one more."""
+    def settle(
+        self, request: Request, proposal: Proposal, tokens: list[int], num_kept: int
+    ) -> None:
+        """Learn from a verified pass: ``tokens`` are the accepted drafts and one more.
+
+        Statistics count the tokens that the request keeps, of which there may be fewer.
+        """
         choice, num_drafted = request.choice, len(proposal.tokens)
         num_accepted = len(tokens) - 1
         drafter = choice.drafter if num_drafted else None
-        request.stats.record(
-            Decision(drafter, choice.k, num_drafted, num_accepted, self._reason(request, proposal))
-        )
+        reason, num_counted = self._reason(request, proposal), min(num_accepted, num_kept)
+        request.stats.record(Decision(drafter, choice.k, num_drafted, num_counted, reason))
         acceptance = request.acceptance
         if drafter is not None:
             acceptance.record(drafter, proposal.evidence, num_drafted, num_accepted)
@@ -148,7 +152,7 @@ class Speculation:
         return Row(
             acceptance=request.acceptance,
             limit=limit,
-            fixed_k=request.params.k,
+            fixed_k=request.params.k if request.drafters else 0,
             offers=request.offers,
             models=models,
             num_context=request.num_tokens,

@@ -61,11 +61,11 @@ def expected(load):
 
 
 def make_llm(load, drafter: str, k: int | str, dtype: torch.dtype, **options) -> LLM:
-    draft = {"ngram": None, "self": "target", "other": "other"}[drafter]
+    draft = {"self": "target", "other": "other"}.get(drafter)
     return LLM(
         load("target", dtype),
         None if draft is None else load(draft, dtype),
-        speculate="ngram" if draft is None else "draft",
+        speculate=drafter if draft is None else "draft",
         k=k,
         **({"block_size": 8, "kv_tokens": 1024} | options),
     )
@@ -74,7 +74,7 @@ def make_llm(load, drafter: str, k: int | str, dtype: torch.dtype, **options) ->
 @pytest.mark.usefixtures("cpu_path")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("k", [1, 3, 7])
-@pytest.mark.parametrize("drafter", ["ngram", "self", "other"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "layers", "self", "other"])
 class TestAgainstPlainDecoding:
     prompts = random_prompts(VOCAB, LENGTHS)
     params = mixed_params(len(LENGTHS), MAX_TOKENS)

@@ -34,7 +34,7 @@ def self_draft(target) -> LLM:
 
 def test_every_pass_is_accounted_for(self_draft):
     stats = self_draft.generate([PROMPT], LONG)[0].stats
-    assert [row.reason for row in stats.decisions] == ["off", "fixed", "fixed", "fixed"]
+    assert [row.reason for row in stats.decisions] == ["prompt", "fixed", "fixed", "fixed"]
     assert [(row.drafter, row.drafted, row.accepted) for row in stats.decisions[1:]] == [
         ("draft", 3, 3)
     ] * 3
@@ -42,7 +42,7 @@ def test_every_pass_is_accounted_for(self_draft):
     assert stats.drafters == {"draft": (9, 9)}
     assert stats.drafted == stats.accepted == [3, 3, 3]
     assert stats.tokens_per_pass == 13 / 4
-    assert stats.skipped == {"off": 1}
+    assert stats.skipped == {"prompt": 1}
     assert len(stats.token_times) == 13
     assert stats.token_times == sorted(stats.token_times)
     assert stats.token_times[0] == stats.ttft
