@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence as Seq
 
+import torch
+
 from pagedraft.decoding.drafters.base import Drafter, Proposal
 from pagedraft.decoding.sequence import Sequence
 
@@ -54,9 +56,15 @@ def _propose(
 
 
 def _usable(proposal: Proposal, k: int, vocab_size: int) -> Proposal:
+    q_KV, num_drafts = proposal.q_KV, len(proposal.tokens)
+    if q_KV is not None and (q_KV.dtype, q_KV.shape) != (torch.float32, (num_drafts, vocab_size)):
+        raise ValueError(
+            f"q_KV: expected fp32 of shape {(num_drafts, vocab_size)}, got {q_KV.dtype} of "
+            f"{tuple(q_KV.shape)}"
+        )
     tokens = [operator.index(token) for token in proposal.tokens][:k]
     bad = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), None)
-    return cut(Proposal(tokens, proposal.q_KV, int(proposal.evidence)), bad)
+    return cut(Proposal(tokens, q_KV, int(proposal.evidence)), bad)
 
 
 def cut(proposal: Proposal, num_drafts: int | None) -> Proposal:
