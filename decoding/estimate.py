@@ -6,7 +6,8 @@ drafting (estimate_costs.py) turn it into a speed-up over plain decoding, one re
 
 What is exact: tokens a pass under the match rule and for greedy decoding, on these texts. Under the
 rejection rule they are the expectation given these texts, which are as likely under it as any. Its
-output differs from run to run, so a single run differs from it. Seconds are medians at one context.
+output differs from plain decoding's, so a run of it differs too. Seconds are those of one context,
+the median one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from pagedraft.decoding.drafters.base import Drafter, is_lookup
 from pagedraft.decoding.drafters.draft_model import check_vocabularies
 from pagedraft.decoding.drafters.table import DRAFTERS, Setup
-from pagedraft.decoding.estimate_costs import Costs, measure_costs
+from pagedraft.decoding.estimate_costs import REPEATS, Costs, measure_costs
 from pagedraft.decoding.estimate_forced import Agreement, compare
 from pagedraft.decoding.estimate_text import Reader, Text
 from pagedraft.decoding.estimate_walk import Walk, replay, walk
@@ -121,7 +122,7 @@ def estimate(
     drafter: str | None = None,
     max_drafts: int = MAX_DRAFTS,
     kv_dtype: torch.dtype | None = None,
-    repeats: int = 7,
+    repeats: int = REPEATS,
 ) -> Estimate:
     """Judge a drafter on ``texts``, which ``target`` wrote.
 

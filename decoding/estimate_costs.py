@@ -1,4 +1,9 @@
-"""What a step costs on this machine: the target's with n tokens, the drafter's with n drafts."""
+"""What a step costs on this machine: the target's with n tokens, the drafter's with n drafts.
+
+Other work on a machine only ever adds to a measured time, so of several runs the lower ones count:
+the first quintile, as the median moves with a load that comes and goes. How far the runs lie apart
+is said too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 from pagedraft.decoding.drafters.base import Drafter, is_lookup
@@ -15,21 +19,25 @@ from pagedraft.decoding.estimate_text import Reader, Text
 from pagedraft.decoding.estimate_walk import Walk
 from pagedraft.decoding.sequence import Sequence as TokenSequence
 
+REPEATS = 10
+
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, each the median of several runs, of one request alone.
+    """Seconds, each the first quintile of several runs, of one request alone.
 
     num_context: tokens of the context that they were measured at.
     step_seconds: a target's step of n + 1 tokens, forward pass and draws, at index n.
     draft_seconds: proposing n drafts, at index n; index 0 is what asking in vain costs.
     catch_up_seconds: what proposing takes longer after a step that accepted every draft.
+    noise: by how much the median of the runs of a plain step is above that, as a share.
     """
 
     num_context: int
     step_seconds: tuple[float, ...]
     draft_seconds: tuple[float, ...]
     catch_up_seconds: float = 0.0
+    noise: float = 0.0
 
     def plain_seconds(self, num_tokens: int) -> float:
         """Decoding ``num_tokens`` tokens one by one."""
@@ -50,7 +58,7 @@ def measure_costs(
     max_drafts: int,
     draft: Reader | None = None,
     *,
-    repeats: int = 7,
+    repeats: int = REPEATS,
 ) -> Costs:
     """Time steps and proposals in turn, so that noise hits all alike, after one warm-up.
 
@@ -78,7 +86,9 @@ def measure_costs(
     tasks |= {("step", n): partial(step, n) for n in (0, *sizes)}
     tasks |= {("draft", n): partial(propose, n, 0) for n in sizes}
     tasks["catch up"] = partial(propose, 1, min(1, num_context - 1))
-    seconds = _medians(tasks, repeats)
+    runs = _measure(tasks, repeats)
+    seconds = {name: values[len(values) // 5] for name, values in runs.items()}
+    plain = runs["step", 0]
     drafting = [seconds["draft", n] for n in sizes]
     drafter.on_free(sequence)
     return Costs(
@@ -86,6 +96,7 @@ def measure_costs(
         tuple(seconds["step", n] for n in (0, *sizes)),
         (drafting[0] if is_lookup(drafter) else 0.0, *drafting),
         0.0 if is_lookup(drafter) else max(0.0, seconds["catch up"] - drafting[0]),
+        plain[len(plain) // 2] / seconds["step", 0] - 1.0,
     )
 
 
@@ -98,8 +109,8 @@ def _step(target: Reader, sequence: TokenSequence, drafts: Sequence[int]) -> Non
     draw(logits_QV, [sequence] * num_rows, positions, prefixes).tolist()
 
 
-def _medians(tasks: dict[Any, Callable[[], None]], repeats: int) -> dict[Any, float]:
-    """Seconds of each task: all of them once unmeasured, then all in turn ``repeats`` times."""
+def _measure(tasks: dict[Any, Callable[[], None]], repeats: int) -> dict[Any, list[float]]:
+    """Ascending seconds of each task: all once unmeasured, then all in turn ``repeats`` times."""
     measured: dict[Any, list[float]] = {name: [] for name in tasks}
     for is_warm in (False, *[True] * repeats):
         for name, task in tasks.items():
@@ -107,4 +118,4 @@ def _medians(tasks: dict[Any, Callable[[], None]], repeats: int) -> dict[Any, fl
             task()
             if is_warm:
                 measured[name].append(time.perf_counter() - began)
-    return {name: median(values) for name, values in measured.items()}
+    return {name: sorted(values) for name, values in measured.items()}

@@ -87,7 +87,7 @@ def _add(
     draft_Q = draw(q_logits_QV.clone() if is_edited else q_logits_QV, rows, positions, prefixes)
     for logits_QV in (p_logits_QV, q_logits_QV):
         process(logits_QV, rows, positions, prefixes)
-    best_p_Q, best_q_Q = p_logits_QV.argmax(-1), q_logits_QV.argmax(-1)
+    is_greedy_Q = (p_logits_QV.argmax(-1) == q_logits_QV.argmax(-1)) & (draft_Q >= 0)
     p_QV, q_QV = p_logits_QV.softmax(-1), q_logits_QV.softmax(-1)
     drawn_Q = torch.tensor(drawn, device=p_QV.device)
     p_Q = p_QV.gather(1, drawn_Q[:, None])[:, 0]
@@ -95,6 +95,6 @@ def _add(
     ratio_Q = (q_Q / p_Q).clamp(max=1.0).where(drawn_Q < num_shared, 0.0)
     alpha_Q = torch.minimum(p_QV[:, :num_shared], q_QV).sum(-1)
     result.equal_n.extend((draft_Q == drawn_Q).tolist())
-    result.greedy_n.extend((best_p_Q == best_q_Q).tolist())
+    result.greedy_n.extend(is_greedy_Q.tolist())
     result.alpha_n.extend(alpha_Q.nan_to_num(0.0).clamp(max=1.0).tolist())
     result.accept_n.extend(ratio_Q.nan_to_num(0.0).tolist())

@@ -14,16 +14,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pagedraft.decoding.drafters.draft_model import check_vocabularies
 from pagedraft.decoding.drafters.table import DRAFTERS
-from pagedraft.decoding.estimate import MAX_DRAFTS, Estimate, estimate
+from pagedraft.decoding.estimate import MAX_DRAFTS, Estimate, Rule, estimate
 from pagedraft.decoding.estimate_text import Text
 from pagedraft.decoding.load import default_sampling, load_model, resolve_kv_dtype
-from pagedraft.decoding.params import SamplingParams, logit_rules
+from pagedraft.decoding.params import SamplingParams, check_int, logit_rules
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.demo_prompts import CHAT_QUESTIONS, CODE_EDITS
 from pagedraft.scheduler.estimate_check import Measured, measure
 from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.prompt_file import Prompt, read_prompts
+
+MAX_NOISE = 0.1  # beyond it speed-ups are uncertain by about as much
 
 
 def add_estimate_command(commands: Any) -> None:
@@ -77,12 +80,15 @@ def run_estimate(args: argparse.Namespace) -> int:
     if args.json and not Path(args.json).resolve().parent.is_dir():
         raise ValueError(f"--json: {args.json}: no such folder")
     names = _drafters(args)
+    check_int("--k", args.k, 1)
     prompts = read_prompts(args.prompts) if args.prompts else _demo_prompts()
     options = {"dtype": args.dtype, "device": args.device}
     target = load_model(args.model, weights=args.weights, **options)
     weights = args.weights if args.draft_weights is None else args.draft_weights
     draft = None if args.draft is None else load_model(args.draft, weights=weights, **options)
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    if draft is not None:
+        check_vocabularies(draft, target)
     texts = _texts(args, target, prompts)
     kv_dtype = resolve_kv_dtype(args.kv_dtype)
     found = [
@@ -123,6 +129,8 @@ def _drafters(args: argparse.Namespace) -> list[str]:
     unknown = [name for name in names if name not in DRAFTERS]
     if unknown:
         raise ValueError(f"--drafter: expected some of {sorted(DRAFTERS)}, got {unknown[0]!r}")
+    if args.draft_weights is not None and args.draft is None:
+        raise ValueError("--draft-weights: there is no --draft")
     if "draft" in names and args.draft is None:
         raise ValueError('--drafter: "draft" needs --draft')
     return names
@@ -197,7 +205,13 @@ def _print(console: Console, judged: Judged) -> None:
     found = judged.estimate
     console.print()
     console.print(f"{found.drafter}: {_agreement(found)}")
-    console.print(_table(found))
+    for rule in found.rules:
+        console.print(_table(found, rule))
+    if found.costs.noise > MAX_NOISE:
+        console.print(
+            f"note: the machine is busy: half of the plain steps took {found.costs.noise:.0%} "
+            "longer than the quickest fifth"
+        )
     for rule in found.rules:
         best = found.best(rule)
         low, high = min(best.text_speedups), max(best.text_speedups)
@@ -215,28 +229,22 @@ def _agreement(found: Estimate) -> str:
     )
 
 
-def _table(found: Estimate) -> Table:
+def _table(found: Estimate, rule: Rule) -> Table:
     costs = found.costs
-    title = f"one request at {costs.num_context} context tokens; plain step "
+    title = f"{rule} rule, one request at {costs.num_context} context tokens; plain step "
     title += f"{1e3 * costs.step_seconds[0]:.2f} ms"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    columns = ["k", "step ms", "drafting ms"]
-    for rule in found.rules:
-        columns += [f"{rule}: tokens/pass", "drafts/pass", "speed-up"]
-    for column in columns:
+    for column in ("k", "tokens/pass", "drafts/pass", "step ms", "drafting ms", "speed-up"):
         table.add_column(column, justify="right")
-    by_rule = [found.of_rule(rule) for rule in found.rules]
-    for rows in zip(*by_rule, strict=True):
-        k = rows[0].k
-        cells = [
-            str(k),
-            f"{1e3 * costs.step_seconds[k]:.2f}",
-            f"{1e3 * costs.draft_seconds[k]:.2f}",
-        ]
-        for row in rows:
-            cells += [f"{row.tokens_per_pass:.2f}", f"{row.drafts_per_pass:.2f}"]
-            cells.append(f"{row.speedup:.2f}x")
-        table.add_row(*cells)
+    for row in found.of_rule(rule):
+        table.add_row(
+            str(row.k),
+            f"{row.tokens_per_pass:.2f}",
+            f"{row.drafts_per_pass:.2f}",
+            f"{1e3 * costs.step_seconds[row.k]:.2f}",
+            f"{1e3 * costs.draft_seconds[row.k]:.3g}",
+            f"{row.speedup:.2f}x",
+        )
     return table
 
 

@@ -75,20 +75,30 @@ def measure(
 
 
 def _generate(llm: LLM, text: Text, speculate: bool) -> Completion:
-    rules = text.rules
-    params = SamplingParams(
-        max_tokens=text.max_tokens,
-        temperature=text.temperature,
-        seed=text.seed,
-        top_k=rules.top_k,
-        top_p=rules.top_p,
-        min_p=rules.min_p,
-        repetition_penalty=rules.repetition_penalty,
-        speculate=speculate,
-    )
+    params = dataclasses.replace(_params(text), speculate=speculate)
     [completion] = llm.generate([list(text.prompt_ids)], params)
     if completion.error is not None:
         raise RuntimeError(f"the engine failed: {completion.error}")
     if completion.token_ids != list(text.output_ids):
         raise RuntimeError("the engine's output differs from the text of the estimate")
     return completion
+
+
+def _params(text: Text) -> SamplingParams:
+    """The request that ``text`` is the answer to."""
+    rules = text.rules
+    return SamplingParams(
+        max_tokens=text.max_tokens,
+        min_tokens=rules.min_tokens,
+        temperature=text.temperature,
+        seed=text.seed,
+        top_k=rules.top_k,
+        top_p=rules.top_p,
+        min_p=rules.min_p,
+        repetition_penalty=rules.repetition_penalty,
+        presence_penalty=rules.presence_penalty,
+        frequency_penalty=rules.frequency_penalty,
+        logit_bias=dict(rules.bias),
+        stop_token_ids=rules.stop_ids,
+        ignore_eos=True,  # the rules hold it among the stop ids, where it ends the text
+    )
