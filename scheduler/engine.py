@@ -23,7 +23,7 @@ from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.admission import check_request
 from pagedraft.scheduler.logprobs import add_logprobs, raw_logits
 from pagedraft.scheduler.metrics import EngineStats
-from pagedraft.scheduler.output import keep
+from pagedraft.scheduler.output import call_back, keep
 from pagedraft.scheduler.plan import StepPlan, plan_step
 from pagedraft.scheduler.prefix import Prefixes
 from pagedraft.scheduler.request import FinishReason, Request
@@ -94,6 +94,13 @@ class Engine:
         if not request.finished:
             self._finish(request, "abort")
 
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it runs again later and keeps its output."""
+        self.pool.free(request.request_id, request.block_ids)
+        request.block_ids.clear()
+        request.drop_kv()
+        self._requeue(request)
+
     def abort_all(self) -> None:
         """End every request."""
         for request in [*self.running, *self.waiting]:
@@ -157,14 +164,18 @@ class Engine:
             prefixes=self.prefixes,
         )
         for request in plan.preempted:
-            self.running.remove(request)
-            self.waiting.append(request)
-            self._forget(request)
+            self._requeue(request)
         for request in plan.admitted:
             self.waiting.remove(request)
             self.running.append(request)
             request.stats.num_cached_tokens += request.num_written
         return plan
+
+    def _requeue(self, request: Request) -> None:
+        """Let a running request without KV wait again."""
+        self.running.remove(request)
+        self.waiting.append(request)
+        self._forget(request)
 
     def _copy_forked_blocks(self) -> None:
         copies = self.prefixes.take_copies()
@@ -243,8 +254,9 @@ class Engine:
         if kept.reason is not None:
             request.stop_reason = kept.stop_reason
             self._finish(request, kept.reason, kept.error)
-        if count and request.on_tokens is not None:
-            self._call_back(request, kept.tokens)
+        error = call_back(request, kept.tokens) if count else None
+        if error is not None and not request.finished:
+            self._finish(request, "error", error)
         return count
 
     def _retry_without_drafts(self, request: Request) -> None:
@@ -255,15 +267,6 @@ class Engine:
         """
         request.sequence.append([])
         self.speculation.turn_off(request, None, "NaN in a step with drafts")
-
-    def _call_back(self, request: Request, kept: list[int]) -> None:
-        """Hand tokens to the submitter; a callback that raises ends its own request only."""
-        assert request.on_tokens is not None
-        try:
-            request.on_tokens(kept)
-        except Exception as error:  # the submitter's code, which may fail in any way
-            if not request.finished:
-                self._finish(request, "error", f"on_tokens: {type(error).__name__}: {error}")
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request.finish_reason = reason

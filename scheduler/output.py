@@ -47,3 +47,14 @@ def keep(request: Request, tokens: list[int]) -> Kept:
     failure = request.sequence.failures.get(position)
     error = failure or f"logits: no finite maximum at position {position} (NaN?)"
     return Kept(kept, "error", error=error)
+
+
+def call_back(request: Request, tokens: list[int]) -> str | None:
+    """Hand tokens to the submitter; return what went wrong, which ends this request only."""
+    if request.on_tokens is None:
+        return None
+    try:
+        request.on_tokens(tokens)
+    except Exception as error:  # the submitter's code, which may fail in any way
+        return f"on_tokens: {type(error).__name__}: {error}"
+    return None

@@ -53,9 +53,7 @@ class Speculation:
         num_other_tokens: tokens of prompts and recomputation that will share the step.
         """
         for request in running:
-            request.num_drafts = 0
-            request.offers = {}
-            request.choice = PROMPT if request.drafters else OFF
+            self._reset(request)
         if not self.drafters:
             return
         decoding = [request for request in running if request.sequence.num_pending == 1]
@@ -129,12 +127,19 @@ class Speculation:
         self.num_errors += 1
 
     def forget(self, request: Request) -> None:
-        """The request has ended or lost its KV."""
+        """The request has ended or lost its KV: nothing is planned for it any more."""
+        self._reset(request)
         for drafter in self.drafters.values():
             error = free_safely(drafter, request.sequence)
             if error is not None:
                 request.stats.drafter_errors.append(error)
                 self.num_errors += 1
+
+    @staticmethod
+    def _reset(request: Request) -> None:
+        request.num_drafts = 0
+        request.offers = {}
+        request.choice = PROMPT if request.drafters else OFF
 
     def _limit(self, request: Request) -> int:
         """Drafts that could be kept, at most as many as anybody asks for."""

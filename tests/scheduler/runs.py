@@ -106,13 +106,7 @@ def run_preempted(
     requests = [llm.submit(prompt, row) for prompt, row in zip(prompts, params, strict=True)]
     while engine.has_work:
         if engine.running and choose.random() < 0.95:
-            victim = choose.choice(engine.running)
-            engine.pool.free(victim.request_id, victim.block_ids)
-            victim.block_ids.clear()
-            victim.drop_kv()
-            engine.prefixes.forget(victim)
-            engine.running.remove(victim)
-            engine.waiting.append(victim)
+            engine.preempt(choose.choice(engine.running))
         engine.step()
         engine.check_integrity()
     return outcome(requests)

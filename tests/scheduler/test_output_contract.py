@@ -220,13 +220,8 @@ def test_stop_strings_survive_preemption(target):
 
 def preempt_all(llm: LLM) -> None:
     """Do what a plan does that takes the blocks of all requests."""
-    engine = llm.engine
-    for request in list(engine.running):
-        engine.pool.free(request.request_id, request.block_ids)
-        request.block_ids.clear()
-        request.drop_kv()
-        engine.running.remove(request)
-        engine.waiting.append(request)
+    for request in list(llm.engine.running):
+        llm.engine.preempt(request)
 
 
 def test_stop_strings_need_a_tokenizer(target, monkeypatch):
