@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from pagedraft.decoding.params import SamplingParams
+from pagedraft.tests.scheduler.fuzz_drafters import REPLAYS
 from pagedraft.tests.scheduler.fuzz_models import PIECES, TARGETS
 
 VOCAB = len(PIECES)
@@ -76,7 +77,8 @@ class Row:
     options: of SamplingParams; "processors" names rows of PROCESSORS.
     arrival: engine steps before it comes; abort_after: steps from there until it is aborted, all
         its samples or (``abort_first_only``) the first; None: never.
-    callback: what ``on_tokens`` does once it has heard so many tokens: ("raise" or "abort", count).
+    callback: what ``on_tokens`` does once it has heard so many tokens: "raise", "abort" its own
+        request or "abort others", and how many.
     """
 
     stem: int = 0
@@ -127,7 +129,10 @@ class Case:
     noise: int = 0
 
 
-LENGTHS = (5, 1, 2, 8, 9, 13, 16, 17, 20, 24, 25, 30, 33, 36, 40)  # block edges among them
+LENGTHS = (5, 1, 3, 8, 9, 10, 12, 16, 17, 19, 24, 25, 33, 40)  # block edges among them
+MAX_TOKENS = (1, 3, 6, 9, 12, 14, 16, 18, 20, 24)
+ARRIVALS = (0, 0, 0, 1, 2, 3, 5, 8, 13)
+NUM_ROWS = (1, 2, 3, 4, 4, 5, 5, 6)
 STYLES: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9},
@@ -152,21 +157,23 @@ EXTRAS: tuple[Mapping[str, Any], ...] = (
     {"speculate": False},
     {"k": 1},
     {"k": 6},
-    *({"n": n} for n in (2, 2, 2, 3, 4)),
+    *({"n": n} for n in (2, 2, 2, 2, 2, 3, 4)),
     {"accept": "rejection"},
     {"accept": "block"},
     *({"processors": (name,)} for name in PROCESSORS),
     {"processors": ("by length", "favour unseen")},
 )
-CALLBACKS = (None,) * 17 + (("raise", 1), ("raise", 4), ("abort", 2))
-DRAFTERS = ("ngram", "suffix", "draft", "draft-padded", "self", "layers", "draft+ngram")
-REPLAY_NAMES = ("full", "zero", "half", "most", "raising", "too many", "no tokens")
+CALLBACKS = (None,) * 17 + (("raise", 2), ("abort", 2), ("abort others", 3))
+DRAFTERS = (
+    *("ngram", "suffix", "draft", "draft-padded", "self", "layers"),
+    *("draft+ngram", "layers+ngram+suffix", "auto"),
+)
 
 
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
     """One request; its shortest form is an early greedy one."""
-    options = dict(draw(st.sampled_from(STYLES)), max_tokens=draw(st.integers(1, 14)))
+    options = dict(draw(st.sampled_from(STYLES)), max_tokens=draw(st.sampled_from(MAX_TOKENS)))
     for extra in draw(st.lists(st.sampled_from(EXTRAS), max_size=3)):
         options |= extra
     options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
@@ -176,7 +183,7 @@ def rows(draw: st.DrawFn) -> Row:
         length=draw(st.sampled_from(LENGTHS)),
         tail=tuple(draw(st.lists(st.integers(3, VOCAB - 1), max_size=3))),
         options=options,
-        arrival=draw(st.integers(0, 8)),
+        arrival=draw(st.sampled_from(ARRIVALS)),
         priority=draw(st.integers(0, 1)),
         abort_after=draw(st.integers(0, 10)) if is_aborted else None,
         abort_first_only=is_aborted and draw(st.booleans()),
@@ -187,16 +194,17 @@ def rows(draw: st.DrawFn) -> Row:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """One workload."""
+    num_rows = draw(st.sampled_from(NUM_ROWS))
     return Case(
-        rows=tuple(draw(st.lists(rows(), min_size=1, max_size=6))),
+        rows=tuple(draw(rows()) for _ in range(num_rows)),
         model=draw(st.sampled_from(TARGETS)),
-        drafter=draw(st.sampled_from(REPLAY_NAMES + DRAFTERS)),
+        drafter=draw(st.sampled_from((*REPLAYS, *DRAFTERS))),
         k=draw(st.sampled_from((3, 1, 2, 7, 0, "auto"))),
-        block_size=draw(st.sampled_from((8, 16, 32))),
-        spare_blocks=draw(st.sampled_from((None, 0, 0, 0, 1))),
-        chunk_tokens=draw(st.sampled_from((None, 4, 8, 13))),
-        token_budget=draw(st.sampled_from((512, 24, 9, 5))),
-        max_rows=draw(st.sampled_from((8, 3, 2))),
+        block_size=draw(st.sampled_from((8, 8, 8, 8, 16, 16, 32, 64))),
+        spare_blocks=draw(st.sampled_from((None, 0, 0, 0, 0, 1))),
+        chunk_tokens=draw(st.sampled_from((None, None, 4, 8, 13))),
+        token_budget=draw(st.sampled_from((512, 512, 64, 24, 9, 4, 2))),
+        max_rows=draw(st.sampled_from((8, 8, 8, 5, 4, 3, 2, 1))),
         prefix_cache=draw(st.sampled_from((True, True, True, False))),
         clear_at=draw(st.sampled_from((None,) * 9 + (5,))),
         kv_dtype=draw(st.sampled_from(("auto",) * 6 + ("int8", "fp8"))),

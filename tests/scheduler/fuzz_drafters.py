@@ -6,6 +6,9 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+import torch
+
+from pagedraft.decoding.drafters.base import Proposal
 from pagedraft.decoding.sequence import Sequence
 
 # name -> probability that a draft is the token that plain decoding draws there
@@ -14,9 +17,12 @@ REPLAYS: Mapping[str, float] = {
     "zero": 0.0,
     "half": 0.5,
     "most": 0.85,
-    "raising": 0.85,  # raises at every third length of an output
+    "raising": 0.85,  # raises at every third length of an output, and when told to forget
     "too many": 1.0,  # more drafts than it was asked for
     "no tokens": 1.0,  # ids that no model knows behind the first draft
+    "with q": 0.5,  # says what it drew from: the draft or the token before it, evenly
+    "bad q": 0.5,  # says so in a shape and a dtype that fit nothing
+    "missing rows": 0.85,  # answers for all sequences but one
 }
 
 
@@ -35,15 +41,18 @@ class Replay:
         self.is_lookup = noise % 2 == 0
         self.outputs: dict[Sequence, list[int]] = {}
 
-    def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[Proposal]:
         """Drafts a row; may raise or break the rules, as its style says."""
-        rows = zip(sequences, num_drafts, strict=True)
+        num_rows = len(sequences) - (self.style == "missing rows")
+        rows = zip(sequences[:num_rows], num_drafts[:num_rows], strict=True)
         return [self._propose_one(sequence, k) for sequence, k in rows]
 
     def on_free(self, sequence: Sequence) -> None:
         """Outputs stay: a preempted sequence drafts again."""
+        if self.style == "raising":
+            raise RuntimeError("a drafter that cannot forget")
 
-    def _propose_one(self, sequence: Sequence, k: int) -> list[int]:
+    def _propose_one(self, sequence: Sequence, k: int) -> Proposal:
         done = sequence.num_tokens - sequence.num_prompt
         if self.style == "raising" and done % 3 == 2:
             raise RuntimeError("a drafter that fails")
@@ -56,4 +65,14 @@ class Replay:
         ]
         if self.style == "no tokens":
             drafts[1:] = [(-1, self.vocab_size, 2**40)[done % 3]]
-        return drafts
+        return Proposal(drafts, self._q(drafts))
+
+    def _q(self, drafts: list[int]) -> torch.Tensor | None:
+        if self.style == "bad q":
+            return torch.ones(len(drafts) + 2, 3, dtype=torch.float64)
+        if self.style != "with q":
+            return None
+        q_KV = torch.zeros(len(drafts), self.vocab_size)
+        for row, token in enumerate(drafts):
+            q_KV[row, [token, token - 1]] = 0.5
+        return q_KV

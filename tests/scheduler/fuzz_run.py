@@ -28,11 +28,13 @@ IRRELEVANT = ("n", "k", "speculate", "accept")  # options that do not change the
 class Submitted:
     """A request of a running case and what it must become.
 
+    index: of the submission.
     ended: "abort" or "error" where it was ended from outside; its tokens are then the first ones.
     """
 
     row: Row
     request: Request
+    index: int
     expected: Plain
     heard: list[int] = field(default_factory=list)
     ended: str | None = None
@@ -61,11 +63,12 @@ def run_case(case: Case, dtype: torch.dtype, oracle: Oracle | None = None) -> se
     oracle = {} if oracle is None else oracle
     run = _start(case, dtype)
     engine = run.llm.engine
-    queue = sorted(enumerate(case.rows), key=lambda item: item[1].arrival)
+    _watch_copies(run)
+    queue = sorted(case.rows, key=lambda row: row.arrival)
     step = 0
     while queue or engine.has_work:
-        while queue and queue[0][1].arrival <= step:
-            _submit(run, queue.pop(0)[1], oracle)
+        while queue and queue[0].arrival <= step:
+            _submit(run, queue.pop(0), oracle)
         _abort_due(run, step)
         if step == case.clear_at:
             run.llm.reset_prefix_cache()
@@ -78,6 +81,8 @@ def run_case(case: Case, dtype: torch.dtype, oracle: Oracle | None = None) -> se
     assert engine.pool.num_free == engine.pool.num_usable, f"blocks are lost: {case!r}"
     for row in run.submitted:
         assert_as_plain(run, row, oracle)
+    num_tokens = sum(row.request.num_output for row in run.submitted)
+    assert engine.stats.num_committed == num_tokens, f"tokens are miscounted: {case!r}"
     _note_events(run)
     return run.events
 
@@ -92,7 +97,7 @@ def _start(case: Case, dtype: torch.dtype) -> Run:
     with patch.object(llm_module, "load_tokenizer", lambda target: tokenizer()):
         llm = LLM(
             target,
-            load(draft_model, dtype) if "draft" in names else None,
+            load(draft_model, dtype) if names == "auto" or "draft" in names else None,
             **({"speculate": names} if replay is None else {"drafter": replay}),
             k=case.k,
             block_size=case.block_size,
@@ -124,7 +129,8 @@ def _submit(run: Run, row: Row, oracle: Oracle) -> None:
     requests = run.llm.submit_all(row.prompt, row.params, priority=row.priority)
     assert [r.sequence.sample_index for r in requests] == list(range(row.params.n))
     for sample, request in enumerate(requests):
-        submitted = Submitted(row, request, _plain(run, row, index, sample, oracle))
+        expected = _plain(run, row, index, sample, oracle)
+        submitted = Submitted(row, request, index, expected)
         request.on_tokens = partial(_hear, run, submitted)
         run.submitted.append(submitted)
         if run.drafter is not None:
@@ -137,17 +143,25 @@ def _hear(run: Run, submitted: Submitted, tokens: list[int]) -> None:
     act, count = submitted.row.callback or ("listen", 0)
     if act == "listen" or len(submitted.heard) < count:
         return
-    if not submitted.request.finished:
-        submitted.ended = {"raise": "error", "abort": "abort"}[act]
     if act == "raise":
+        if not submitted.request.finished:
+            submitted.ended = "error"
         raise OSError("nobody listens")
+    for other in run.submitted:
+        if (other is submitted) == (act == "abort"):
+            _abort(run, other)
+
+
+def _abort(run: Run, submitted: Submitted) -> None:
+    if not submitted.request.finished:
+        submitted.ended = "abort"
     run.llm.engine.abort(submitted.request)
 
 
 def _plain(
     run: Run, row: Row, index: int, sample: int, oracle: Oracle, forced: Seq[int] | None = None
 ) -> Plain:
-    """The oracle's answer; ``index``: of the submission."""
+    """The oracle's answer to a sample of submission number ``index``."""
     own_seed = row.params.seed
     own_seed = derive_seed(run.case.noise, index) if own_seed is None else own_seed
     options = {name: value for name, value in row.options.items() if name not in IRRELEVANT}
@@ -182,9 +196,7 @@ def _abort_due(run: Run, step: int) -> None:
             continue
         if row.abort_first_only and request.sequence.sample_index > 0:
             continue
-        if not request.finished:
-            submitted.ended = "abort"
-        run.llm.engine.abort(request)
+        _abort(run, submitted)
 
 
 def _most_steps(run: Run) -> int:
@@ -204,8 +216,8 @@ def assert_as_plain(run: Run, submitted: Submitted, oracle: Oracle) -> None:
     where = f"{request.request_id} of {run.case!r}"
     tokens = completion.token_ids
     if row.params.accept != "match" and request.sequence.temperature > 0:
-        index = int(request.request_id.split("-")[1].split(".")[0])
-        expected = _plain(run, row, index, request.sequence.sample_index, oracle, forced=tokens)
+        sample = request.sequence.sample_index
+        expected = _plain(run, row, submitted.index, sample, oracle, forced=tokens)
     if submitted.ended is not None:
         assert completion.finish_reason == submitted.ended, where
         want = expected.token_ids[: len(tokens)]
@@ -238,7 +250,21 @@ def assert_same_logprobs(
     assert torch.equal(got_N, want_N), f"got {logprobs}, expected {want}: {where}"
 
 
+def _watch_copies(run: Run) -> None:
+    """A block that is copied is a fork's, too."""
+    prefixes = run.llm.engine.prefixes
+    take = prefixes.take_copies
+
+    def watched() -> list[tuple[int, int]]:
+        copies = take()
+        run.events |= {"fork"} if copies else set()
+        return copies
+
+    prefixes.take_copies = watched
+
+
 def _note_forks(run: Run) -> None:
+    """A fork and its parent own a block together."""
     for submitted in run.submitted:
         request = submitted.request
         if request.parent is not None and set(request.block_ids) & set(request.parent.block_ids):

@@ -22,6 +22,13 @@ REGRESSIONS = {
             ),
         ),
     ),
+    "a drafter whose q has another shape loses its drafts, the engine goes on": Case(
+        rows=(
+            Row(options={"temperature": 0.9, "max_tokens": 10, "accept": "rejection"}),
+            Row(stem=1, options={"temperature": 0.9, "max_tokens": 10, "accept": "block"}),
+        ),
+        drafter="bad q",
+    ),
 }
 
 
