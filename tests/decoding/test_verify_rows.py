@@ -236,6 +236,18 @@ def test_plain_rows_of_the_match_rule_leave_logits_alone(name):
     assert torch.equal(logits_LV, before) == (name == "neutral")
 
 
+@pytest.mark.parametrize("accept", KERNELS)
+def test_q_may_be_any_view(accept):
+    """A drafter's tensors are its own: strided, expanded or part of a graph."""
+    q_KV, drafts = _q(2, 1), [3, 5]
+    views = [q_KV, q_KV.T.contiguous().T, q_KV.clone().requires_grad_()]
+    out = [
+        verify_rows(randn(3, VOCAB_SIZE), [_sequence(accept)], [Proposal(drafts, view)])
+        for view in views
+    ]
+    assert out[0] == out[1] == out[2]
+
+
 ERRORS = {
     "rows": ([1, 2], None, ValueError, "logits_QV: expected 3 rows, got 2"),
     "q shape": ([1], torch.zeros(1, 39), ValueError, r"proposals\[0\].q_KV: expected shape"),
