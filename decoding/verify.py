@@ -145,5 +145,5 @@ def _joined_q(logits_QV: torch.Tensor, proposals: Seq[Proposal]) -> torch.Tensor
         q_KV = logits_QV.new_empty(shape) if proposal.q_KV is None else proposal.q_KV
         check_shape(f"proposals[{row}].q_KV", q_KV, shape)
         check_dtype(f"proposals[{row}].q_KV", q_KV, torch.float32)
-        parts.append(q_KV.to(logits_QV.device))
+        parts.append(q_KV.detach().to(logits_QV.device).contiguous())
     return parts[0] if len(parts) == 1 else torch.cat(parts)
