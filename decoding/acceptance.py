@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from math import sqrt
 
 from pagedraft.decoding.drafters.base import Proposal
 
@@ -24,7 +25,8 @@ DEPTH_CLASS = tuple(bisect_right(DEPTH_EDGES, depth) for depth in range(64))
 PRIOR, PRIOR_TRIALS = 0.5, 2.0  # what nobody has tried yet
 TABLE_DECAY = 0.995  # per proposal: the engine remembers about 200 of each kind
 OWN_DECAY = 0.95  # per proposal: a request remembers about 20 of each kind
-OWN_TRIALS = 4.0  # trials that the engine-wide estimate is worth to a request
+OWN_TRIALS = 8.0  # trials that the engine-wide estimate is worth to a request
+MAX_WATCHES = 4  # of a request and drafter: about 1 us a step each
 ODDS_LIMITS = (0.02, 50.0)
 
 
@@ -42,7 +44,7 @@ class Cell:
 
     def count(self, depth: int, is_hit: bool) -> None:
         """Add one trial."""
-        depth_class = DEPTH_CLASS[depth] if depth < len(DEPTH_CLASS) else NUM_CLASSES - 1
+        depth_class = DEPTH_CLASS[min(depth, len(DEPTH_CLASS) - 1)]
         self.hits[depth_class] += is_hit
         self.tried[depth_class] += 1.0
 
@@ -55,25 +57,36 @@ class AcceptanceTable:
     """What all requests of an engine have taught; every request's Acceptance writes to it."""
 
     cells: dict[Key, Cell] = field(default_factory=dict)
+    _estimates: dict[Key, list[float]] = field(default_factory=dict)
 
     def estimates(self, key: Key) -> list[float]:
         """Probability by class of depth."""
-        cell = self.cells.get(key)
-        if cell is None:
-            return [PRIOR] * NUM_CLASSES
-        return [
-            (hits + PRIOR_TRIALS * PRIOR) / (tried + PRIOR_TRIALS)
-            for hits, tried in zip(cell.hits, cell.tried, strict=True)
-        ]
+        known = self._estimates.get(key)
+        if known is None:
+            cell = self.cells.get(key) or Cell()
+            known = self._estimates[key] = [
+                (hits + PRIOR_TRIALS * PRIOR) / (tried + PRIOR_TRIALS)
+                for hits, tried in zip(cell.hits, cell.tried, strict=True)
+            ]
+        return known
+
+    def count(self, key: Key, depth: int, is_hit: bool) -> None:
+        """Add one trial."""
+        _count(self.cells, key, TABLE_DECAY, depth, is_hit)
+        self._estimates.pop(key, None)
 
 
 @dataclass
 class _Watch:
-    """A proposal on its way past the emitted tokens; ``num_recorded`` drafts are counted."""
+    """A proposal on its way past the emitted tokens.
+
+    num_recorded: drafts at its start that are counted elsewhere. is_brief: ends with its step.
+    """
 
     key: Key
     tokens: list[int]
     num_recorded: int
+    is_brief: bool
     depth: int = 0
 
 
@@ -87,15 +100,16 @@ class Acceptance:
 
     table: AcceptanceTable = field(default_factory=AcceptanceTable)
     cells: dict[Key, Cell] = field(default_factory=dict)
-    watches: dict[str, _Watch] = field(default_factory=dict)
+    watches: list[_Watch] = field(default_factory=list)
 
-    def estimates(self, name: str, evidence: int, num_drafts: int) -> list[float]:
-        """Probability of each draft's acceptance, given acceptance of those before it."""
+    def worth(self, name: str, evidence: int, num_drafts: int) -> list[float]:
+        """For each draft the probability that it and all those before it are accepted."""
         by_class = self._by_class((name, bisect_right(EVIDENCE_EDGES, evidence)))
-        return [
-            by_class[DEPTH_CLASS[depth] if depth < len(DEPTH_CLASS) else NUM_CLASSES - 1]
-            for depth in range(num_drafts)
-        ]
+        worth, product = [], 1.0
+        for depth_class in _classes(num_drafts):
+            product *= by_class[depth_class]
+            worth.append(product)
+        return worth
 
     def record(self, name: str, evidence: int, num_drafted: int, num_accepted: int) -> None:
         """Note verified drafts; those behind the first rejected one say nothing."""
@@ -108,19 +122,20 @@ class Acceptance:
     def watch(self, name: str, proposal: Proposal, num_recorded: int = 0) -> None:
         """Score ``proposal`` against the tokens emitted from here on, until it is wrong.
 
-        A drafter has one proposal at a time under watch; the next begins when that one ends. So a
-        drafter that is off is sampled as it would be if all of its drafts were used.
+        Of a drafter's proposals MAX_WATCHES are followed at a time; others only through this step.
         num_recorded: drafts at its start that ``record`` counts, because they were used.
         """
-        if name not in self.watches and len(proposal.tokens) > num_recorded:
+        if len(proposal.tokens) > num_recorded:
             key = (name, bisect_right(EVIDENCE_EDGES, proposal.evidence))
-            self.watches[name] = _Watch(key, proposal.tokens, num_recorded)
+            live = sum(watch.key[0] == name for watch in self.watches)
+            is_brief = live >= MAX_WATCHES
+            self.watches.append(_Watch(key, proposal.tokens, num_recorded, is_brief))
 
     def emitted(self, tokens: Seq[int]) -> None:
         """Note the tokens that the request got in this step."""
-        for name, watch in list(self.watches.items()):
-            if not self._follow(watch, tokens):
-                del self.watches[name]
+        self.watches = [
+            watch for watch in self.watches if self._follow(watch, tokens) and not watch.is_brief
+        ]
 
     def _follow(self, watch: _Watch, tokens: Seq[int]) -> bool:
         """Compare until the first wrong draft or the end; return whether the watch goes on."""
@@ -134,13 +149,8 @@ class Acceptance:
         return True
 
     def _count(self, key: Key, depth: int, is_hit: bool) -> None:
-        for cells, factor in ((self.cells, OWN_DECAY), (self.table.cells, TABLE_DECAY)):
-            cell = cells.get(key)
-            if cell is None:
-                cell = cells[key] = Cell()
-            if depth == 0:
-                cell.decay(factor)
-            cell.count(depth, is_hit)
+        _count(self.cells, key, OWN_DECAY, depth, is_hit)
+        self.table.count(key, depth, is_hit)
 
     def _by_class(self, key: Key) -> list[float]:
         """Own hits and trials shrunk towards the table's estimate.
@@ -158,5 +168,20 @@ class Acceptance:
             own = (hits + OWN_TRIALS * odds / (1.0 + odds)) / (tried + OWN_TRIALS)
             estimates.append(own)
             ratio = own * (1.0 - prior) / ((1.0 - own) * prior)
-            shift = min(max(ratio, ODDS_LIMITS[0]), ODDS_LIMITS[1]) ** 0.5
+            shift = sqrt(min(max(ratio, ODDS_LIMITS[0]), ODDS_LIMITS[1]))
         return estimates
+
+
+def _classes(num_drafts: int) -> Seq[int]:
+    """Class of each depth below ``num_drafts``."""
+    extra = num_drafts - len(DEPTH_CLASS)
+    return DEPTH_CLASS[:num_drafts] if extra <= 0 else (*DEPTH_CLASS, *[NUM_CLASSES - 1] * extra)
+
+
+def _count(cells: dict[Key, Cell], key: Key, decay: float, depth: int, is_hit: bool) -> None:
+    cell = cells.get(key)
+    if cell is None:
+        cell = cells[key] = Cell()
+    if depth == 0:
+        cell.decay(decay)
+    cell.count(depth, is_hit)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul
 
 import numpy as np
 
@@ -34,10 +32,10 @@ class Row:
     def worth(self, name: str, most: int) -> list[float]:
         """For each of at most ``most`` drafts: how likely it and all before it are accepted."""
         evidence, count = 0, min(most, self.limit)
-        if name in self.offers:
-            evidence = self.offers[name].evidence
-            count = min(count, len(self.offers[name].tokens))
-        return list(accumulate(self.acceptance.estimates(name, evidence, count), mul))
+        offer = self.offers.get(name)
+        if offer is not None:
+            evidence, count = offer.evidence, min(count, len(offer.tokens))
+        return self.acceptance.worth(name, evidence, count)
 
 
 @dataclass(frozen=True)

@@ -14,27 +14,27 @@ choice.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pagedraft.decoding.choice import Choice, Drafts, Lineup, Row, best_drafts, lineups
 from pagedraft.decoding.controller_report import ControllerReport
-from pagedraft.decoding.step_cost import StepCost as StepSeconds
+from pagedraft.decoding.step_cost import StepCost
 
 MAX_DRAFTS = 16
 RATE_DECAY = 0.98  # a step: the rate is that of the last 50
 TRIAL_SHARE = 0.01  # of the time since the last trial: what a trial may cost
 TRIAL_PERIOD = 4  # steps between looks for a size worth trying
-DOUBT = 1.0  # standard deviations by which a size may be cheaper than believed
+DOUBT = 0.7  # standard deviations by which a size may be cheaper than believed
 LEAST_SLOPE = 0.002  # of a plain step a token: no draft is free
-PLAIN_STEPS = 2  # measured before any draft
+PLAIN_STEPS = 3  # measured before any draft
 WORTH_IT, NOT_WORTH_IT, NOTHING_FOUND = "worth it", "not worth it", "nothing found"
+PLAIN, SIZE = " plain", " size"  # kinds of trials beside the names of model drafters
 FIXED, PROBE, LIMIT = "fixed", "probe", "limit"
 
 
-class BatchController:
+class DraftController:
     """Chooses drafter and k for every row of a step.
 
     k: "auto", or the number of drafts of every row that has no ``fixed_k`` of its own.
@@ -51,10 +51,10 @@ class BatchController:
             raise ValueError(f'k: expected "auto" or an integer >= 0, got {k!r}')
         self.k = k
         self.max_drafts = max_drafts
-        self.cost = StepSeconds()
-        self.drafting: dict[str, StepSeconds] = {}  # seconds of a round against its rows
+        self.cost = StepCost()
+        self.drafting: dict[str, StepCost] = {}  # seconds of a round against its rows
         self._tokens = self._time = 0.0  # decayed: tokens a row, and time in plain steps
-        self._idle: dict[str, float] = {"": 0.0}  # seconds since a trial; "": of a size of the step
+        self._idle: dict[str, float] = {PLAIN: 0.0, SIZE: 0.0}  # seconds since a trial, by kind
         self._expected: tuple[int, float] = (0, 0.0)  # of the chosen step: tokens fed, emitted
         self._drafting_seconds = 0.0  # of the step under way
         self._report = ControllerReport()
@@ -97,13 +97,15 @@ class BatchController:
         self._time = RATE_DECAY * self._time + (predicted + self._drafting_seconds) / plain
         self._drafting_seconds = 0.0
         self.cost.record(num_tokens, num_rows, num_context, seconds)
+        if num_tokens == num_rows:
+            self._idle[PLAIN] = 0.0
         self._pass_time(seconds)
 
     def record_drafting(self, name: str, *, num_rows: int, num_rounds: int, seconds: float) -> None:
         """Note that a model drafter ran ``num_rounds`` times over at most ``num_rows`` rows."""
         if num_rounds == 0:
             return
-        cost = self.drafting.setdefault(name, StepSeconds())
+        cost = self.drafting.setdefault(name, StepCost())
         cost.record(num_rows, num_rows, 0, seconds / num_rounds)
         self._drafting_seconds += seconds
         self._pass_time(seconds)
@@ -141,7 +143,7 @@ class BatchController:
     ) -> None:
         """Give rows the best set of drafts, or a trial. num_fed: tokens of the step without it."""
         num_context = sum(row.num_context for row in rows)
-        most = min(len(undecided) * self.max_drafts, 2 * self.cost.most_tokens - num_fed)
+        most = min(len(undecided) * self.max_drafts, 2 * self.cost.most_tokens - len(rows))
         sizes = np.arange(num_fed - 1, num_fed + max(1, most) + 1)
         sizes[0] = len(rows)
         seconds_N = self.cost.predict(sizes, len(rows), num_context)
@@ -150,17 +152,16 @@ class BatchController:
         gain = self._tokens / self._time if self._time > 0.0 else 1.0
         rate = max(1.0, gain) * len(rows) / plain
         ways = lineups(rows, undecided, self.max_drafts)
-        drafts, reason = best_drafts(ways, seconds_N, rate, self._round_seconds), WORTH_IT
-        if self.cost.num_recorded % TRIAL_PERIOD == 0:
-            other = self._other_size(ways, drafts, sizes[1:], seconds_N, rate)
-            if other is not None:
-                drafts, reason = other, PROBE
-        for candidate, k in drafts.chosen:
+        drafts = best_drafts(ways, seconds_N, rate, self._round_seconds)
+        trial = self._trial(ways, drafts, sizes[1:], seconds_N, rate)
+        for candidate, k in (trial or drafts).chosen:
+            reason = WORTH_IT if trial is None else PROBE
             expected = 1.0 + sum(candidate.worth[:k])
             choices[candidate.row] = Choice(candidate.name, k, reason, expected)
-        self._probe_models(rows, undecided, choices, seconds_N)
+        if trial is None:
+            self._probe_models(rows, undecided, choices, seconds_N)
 
-    def _other_size(
+    def _trial(
         self,
         ways: Seq[Lineup],
         drafts: Drafts,
@@ -168,18 +169,32 @@ class BatchController:
         seconds_N: np.ndarray,
         rate: float,
     ) -> Drafts | None:
-        """Drafts that would be best if a size cost less than believed, where trying is cheap."""
+        """Something else than the best, to measure what it costs: no drafts, or another size.
+
+        The other size is that of the drafts that were best if sizes cost less than believed, by
+        DOUBT times what is not known of them.
+        """
+        if drafts.total and self._can_try(PLAIN, drafts, Drafts([]), seconds_N, rate):
+            return Drafts([])
+        if self.cost.num_recorded % TRIAL_PERIOD:
+            return None
         doubt_N = self.cost.spread(sizes_N, int(sizes_N[0]) + drafts.total)
-        hoped_N = np.maximum.accumulate(np.maximum(seconds_N - DOUBT * doubt_N, seconds_N[0]))
+        hoped_N = np.maximum.accumulate(np.maximum(seconds_N - DOUBT * doubt_N, 0.0))
         other = best_drafts(ways, hoped_N, rate, self._round_seconds)
         if other.total == drafts.total:
             return None
+        return other if self._can_try(SIZE, drafts, other, seconds_N, rate) else None
+
+    def _can_try(
+        self, kind: str, drafts: Drafts, other: Drafts, seconds_N: np.ndarray, rate: float
+    ) -> bool:
+        """Whether ``other`` in place of the best loses little enough; then the trial is noted."""
         loss = (drafts.tokens - other.tokens) / rate
         loss += self._seconds(other, seconds_N) - self._seconds(drafts, seconds_N)
-        if loss > TRIAL_SHARE * self._idle[""]:
-            return None
-        self._idle[""] = 0.0
-        return other
+        if loss > TRIAL_SHARE * self._idle[kind]:
+            return False
+        self._idle[kind] = 0.0
+        return True
 
     def _seconds(self, drafts: Drafts, seconds_N: np.ndarray) -> float:
         """Seconds of a step with these drafts, drafting included."""
@@ -218,88 +233,4 @@ class BatchController:
             self._idle[name] += seconds
 
 
-PRIOR_ALPHA = 0.7  # a fresh request drafts until its own record says otherwise
-DECAY = 0.8  # weight of the past against the newest verified step
-RECOVERY = 0.02  # a step without drafts moves alpha this far back to the prior
-
-
-@dataclass
-class Acceptance:
-    """Decayed acceptance record of one request."""
-
-    accepted: float = 2.0 * PRIOR_ALPHA
-    tried: float = 2.0
-
-    @property
-    def alpha(self) -> float:
-        """Probability that a draft is accepted given that those before it were."""
-        return min(0.98, self.accepted / self.tried)
-
-    def record(self, num_drafted: int, num_accepted: int) -> None:
-        """Note a verified step; drafts behind the first rejected one say nothing."""
-        if num_drafted == 0:
-            return
-        tried = min(num_drafted, num_accepted + 1)
-        self.accepted = DECAY * self.accepted + num_accepted
-        self.tried = DECAY * self.tried + tried
-
-    def recover(self) -> None:
-        """Note a step without drafts, so that a request that stopped drafting tries again."""
-        self.accepted += RECOVERY * (PRIOR_ALPHA * self.tried - self.accepted)
-
-
-@dataclass
-class StepCost:
-    """Seconds of a step as ``base + per_token * tokens``, fitted to decayed measurements."""
-
-    mean_tokens: float = 0.0
-    mean_seconds: float = 0.0
-    var_tokens: float = 0.0
-    cov: float = 0.0
-    rate: float = 0.0  # committed tokens a second, decayed
-    seen: int = 0
-
-    def record(self, num_tokens: int, num_committed: int, seconds: float) -> None:
-        """Add a measured step that decoded (prompt chunks would drown the small steps)."""
-        self.seen += 1
-        share = max(0.02, 1.0 / self.seen)
-        gap_tokens, gap_seconds = num_tokens - self.mean_tokens, seconds - self.mean_seconds
-        self.mean_tokens += share * gap_tokens
-        self.mean_seconds += share * gap_seconds
-        self.var_tokens = (1 - share) * (self.var_tokens + share * gap_tokens**2)
-        self.cov = (1 - share) * (self.cov + share * gap_tokens * gap_seconds)
-        self.rate += share * (num_committed / seconds - self.rate)
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Marginal seconds of one more token in a step; 0 until two sizes were seen."""
-        if self.var_tokens < 0.25:
-            return 0.0
-        return max(0.0, self.cov / self.var_tokens)
-
-
-class DraftController:
-    """Chooses k for a request from its acceptance and the engine's step cost.
-
-    k: an integer fixes the draft length; "auto" chooses from 0 to ``max_drafts``.
-    """
-
-    def __init__(self, k: int | str = "auto", max_drafts: int = 8) -> None:
-        if not (k == "auto" or (isinstance(k, int) and not isinstance(k, bool) and k >= 0)):
-            raise ValueError(f'k: expected "auto" or an integer >= 0, got {k!r}')
-        self.k = k
-        self.max_drafts = max_drafts
-        self.cost = StepCost()
-
-    def choose(self, acceptance: Acceptance) -> int:
-        """Drafts wanted for the next step of a request."""
-        if isinstance(self.k, int):
-            return self.k
-        threshold = self.cost.rate * self.cost.seconds_per_token
-        chosen, worth = 0, acceptance.alpha
-        while chosen < self.max_drafts and worth > threshold:
-            chosen += 1
-            worth *= acceptance.alpha
-        if chosen == 0:
-            acceptance.recover()
-        return chosen
+BatchController = DraftController  # the name that the engine imports

@@ -13,103 +13,132 @@ one measurement that is slow for all shows as a slower machine, which moves the 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from statistics import median
 
 import numpy as np
 
-NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 4096)
-PRIOR_SLOPE = 0.01  # an unmeasured size is believed cheap, so that it is tried and then measured
-PRIOR_SPEED = 1.0  # standard deviation, relative: the machine's speed is unknown at first
-PRIOR_LINE = 0.1  # standard deviation of that slope
-PRIOR_BEND = 0.25  # of the difference of two sizes, one twice the other
-PRIOR_TERM = 0.05  # of one row more, and of 1000 tokens of context more
-SPEED_DRIFT = 0.02  # a step: how fast the whole curve may move
-SHAPE_DRIFT = 0.003  # a step, as a share of the prior variance: how fast a size is forgotten
-MIN_NOISE = 0.02  # relative, of a measurement
-NOISE_DECAY = 0.95
-CLIP = 3.0  # standard deviations: what is beyond is taken for an interruption
+# Denser where steps are small, and on both sides of multiples of 16, where the rows of a tile end.
+NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 17, 20, 24, 32, 33, 48, 64, 65, 96, 128, 256, 1024)
+NUM_NODES = len(NODES)
+NUM_TERMS = 3  # a row more; 1000 tokens of context; a token that attends to 1000 tokens
+NUM_FIRST = 3  # steps whose median sets the scale: a first step is often slow
+
+# Beliefs before any measurement, and how fast they change, relative to a plain step.
+PRIOR_SLOPE = 0.01  # of a token: an unmeasured size is believed cheap, so it is tried and measured
+STD_SLOPE = 0.1  # of that slope; these are standard deviations
+STD_BEND = 0.35  # of the difference of two sizes, one twice the other, beyond the slope
+STD_TERM = 0.1
+STD_SCALE = 0.1
+SPEED_DRIFT = 0.01  # a step: standard deviation of the machine's speed
+FORGETTING = 0.0005  # a step: how far what is known of a size goes back to the prior's doubt
+
+FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # standard deviation of a measurement, relative
+NOISE_SHARE = 0.05  # of the newest step in the tracked noise
+CLIP = 3.0  # standard deviations: what is beyond is likely an interruption
+LEAST = 0.05  # what any step costs
+JUMP, NUM_JUMPS = 1.4, 5  # so many steps slower (or faster) by this factor: the machine's speed
+
+
+def _prior_shape() -> np.ndarray:
+    """Covariance of the curve and the terms: a random walk along log2 of the size, and a line."""
+    nodes = np.array(NODES, dtype=np.float64)
+    walk, line = 1.0 + np.log2(nodes), STD_SLOPE * (nodes - 1.0)
+    shape = np.zeros((NUM_NODES + NUM_TERMS, NUM_NODES + NUM_TERMS))
+    curve = STD_BEND**2 * np.minimum.outer(walk, walk) + np.outer(line, line)
+    shape[:NUM_NODES, :NUM_NODES] = curve
+    shape[NUM_NODES:, NUM_NODES:] = STD_TERM**2 * np.eye(NUM_TERMS)
+    return shape
 
 
 class StepCost:
-    """Seconds of a step as a function of (tokens fed, rows, context tokens of all rows)."""
+    """Seconds of a step as a function of (tokens fed, rows, context tokens of all rows).
+
+    num_recorded: steps measured. most_tokens: the largest of them.
+    """
 
     def __init__(self) -> None:
-        nodes = np.array(NODES, dtype=np.float64)
-        self._nodes = nodes
-        self._size = (
-            len(NODES) + 3
-        )  # levels at the nodes; per row; per context; per query x context
-        self._mean = np.zeros(self._size)
-        self._mean[: len(NODES)] = 1.0 + PRIOR_SLOPE * (nodes - 1.0)
-        position = 1.0 + np.log2(nodes)
-        line = PRIOR_LINE * (nodes - 1.0)
-        shape = np.zeros((self._size, self._size))
-        shape[: len(NODES), : len(NODES)] = PRIOR_BEND**2 * np.minimum.outer(position, position)
-        shape[: len(NODES), : len(NODES)] += np.outer(line, line)
-        shape[len(NODES) :, len(NODES) :] = PRIOR_TERM**2 * np.eye(3)
-        self._shape = shape
-        self._cov = shape + PRIOR_SPEED**2 * np.outer(self._mean, self._mean)
-        self._noise = 0.1**2
-        self._scale = 1.0
         self.num_recorded = 0
-        self.most_tokens = 1  # largest step recorded
+        self.most_tokens = 1
+        self._nodes = np.array(NODES, dtype=np.float64)
+        self._mean = np.zeros(NUM_NODES + NUM_TERMS)  # in units of the scale
+        self._mean[:NUM_NODES] = 1.0 + PRIOR_SLOPE * (self._nodes - 1.0)
+        self._shape = _prior_shape()
+        self._cov = self._shape + STD_SCALE**2 * np.outer(self._mean, self._mean)
+        self._noise = FIRST_NOISE**2
+        self._scale = 1.0
+        self._ratios: list[float] = []  # measured over predicted, of the newest steps
 
     def predict(
         self, num_tokens: Seq[int] | np.ndarray, num_rows: int, num_context: int
     ) -> np.ndarray:
-        """Seconds of steps that feed ``num_tokens[i]`` tokens; float64, one a size."""
+        """Seconds of steps that feed ``num_tokens[i]`` tokens, in rising order; float64."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
-        mean, count = self._mean, len(NODES)
-        rows, context = max(0, num_rows - 1), num_context / 1000
-        seconds = np.interp(tokens, self._nodes, mean[:count])
-        seconds += rows * mean[count] + context * mean[count + 1]
-        seconds += tokens * (context / max(1, num_rows) * mean[count + 2])
-        return self._scale * np.maximum.accumulate(np.maximum(seconds, 0.05))
+        row, context, attended = self._mean[NUM_NODES:].tolist()
+        kilotokens = num_context / 1000
+        seconds = np.interp(tokens, self._nodes, self._mean[:NUM_NODES])
+        seconds += max(0, num_rows - 1) * row + kilotokens * context
+        seconds += tokens * (kilotokens / max(1, num_rows) * attended)
+        return self._scale * np.maximum.accumulate(np.maximum(seconds, LEAST))
 
     def spread(self, num_tokens: np.ndarray, reference: int) -> np.ndarray:
         """Standard deviation of the seconds between steps of these sizes and one of ``reference``.
 
         0 at the reference; wide for sizes that were not measured lately and are far from others.
         """
-        count = len(NODES)
-        nearest = int(np.searchsorted(self._nodes[:-1], reference))
-        variance = np.diagonal(self._cov)[:count] - 2.0 * self._cov[nearest, :count]
-        variance = np.maximum(variance + self._cov[nearest, nearest], 0.0)
+        near = int(np.searchsorted(self._nodes[:-1], reference))
+        variance = np.diagonal(self._cov)[:NUM_NODES] + self._cov[near, near]
+        variance = np.maximum(variance - 2.0 * self._cov[near, :NUM_NODES], 0.0)
         return self._scale * np.interp(num_tokens, self._nodes, np.sqrt(variance))
 
     def record(self, num_tokens: int, num_rows: int, num_context: int, seconds: float) -> None:
         """Learn from a measured step."""
-        if self.num_recorded == 0:
-            self._scale = seconds
+        weights = self._weights(num_tokens, num_rows, num_context)
+        predicted = max(float(weights @ self._mean), LEAST)
         self.num_recorded += 1
         self.most_tokens = max(self.most_tokens, num_tokens)
-        mean = self._mean
-        self._cov += SPEED_DRIFT**2 * np.outer(mean, mean) + SHAPE_DRIFT * self._shape
-        weights = self._weights(num_tokens, num_rows, num_context)
-        predicted = max(float(weights @ mean), 0.05)
-        gain = self._cov @ weights
-        known = float(weights @ gain)
+        if self._rescale(seconds / (self._scale * predicted)):
+            return
+        self._cov += FORGETTING * (self._shape - self._cov)
+        self._cov += SPEED_DRIFT**2 * np.outer(self._mean, self._mean)
+        self._update(weights, predicted, seconds / self._scale - predicted)
+
+    def _rescale(self, ratio: float) -> bool:
+        """Whether the newest steps say that all steps take ``ratio`` times what was believed."""
+        self._ratios = [*self._ratios[1 - NUM_JUMPS :], ratio]
+        is_first = self.num_recorded <= NUM_FIRST
+        is_jump = len(self._ratios) == NUM_JUMPS and (
+            min(self._ratios) > JUMP or max(self._ratios) < 1.0 / JUMP
+        )
+        if is_first or is_jump:
+            change = median(self._ratios)
+            self._scale *= change
+            self._ratios = [ratio / change for ratio in self._ratios]
+        return is_first or is_jump
+
+    def _update(self, weights: np.ndarray, predicted: float, surprise: float) -> None:
+        """The filter's step; a surprise beyond the clip moves the state by half of the clip."""
+        covariance = self._cov @ weights
+        known = float(weights @ covariance)
         noise = self._noise * predicted**2
-        limit = CLIP * (known + noise) ** 0.5
-        error = min(max(seconds / self._scale - predicted, -limit), limit)
-        self._mean = mean + gain * (error / (known + noise))
-        self._cov -= np.outer(gain, gain) / (known + noise)
-        surprise = max(error**2 - known, 0.0) / predicted**2
-        self._noise = max(MIN_NOISE**2, NOISE_DECAY * self._noise + (1 - NOISE_DECAY) * surprise)
+        limit = min(CLIP * (known + noise) ** 0.5, predicted)
+        error = min(max(surprise, -limit), limit)
+        unexplained = (error**2 - known) / predicted**2
+        self._noise = max(LEAST_NOISE**2, self._noise + NOISE_SHARE * (unexplained - self._noise))
+        total = known + noise if error == surprise else 2.0 * known + noise
+        self._mean = self._mean + covariance * (error / total)
+        self._cov -= np.outer(covariance, covariance) / total
 
     def _weights(self, num_tokens: int, num_rows: int, num_context: int) -> np.ndarray:
         """How the state adds up to one step's seconds."""
-        weights = np.zeros(self._size)
-        upper = int(np.searchsorted(self._nodes, num_tokens))
-        if upper == 0 or upper == len(NODES):
-            weights[min(upper, len(NODES) - 1)] = 1.0
-        else:
+        weights = np.zeros(NUM_NODES + NUM_TERMS)
+        upper = min(int(np.searchsorted(self._nodes, num_tokens)), NUM_NODES - 1)
+        share = 1.0
+        if upper > 0:
             left, right = NODES[upper - 1], NODES[upper]
-            weights[upper] = (num_tokens - left) / (right - left)
-            weights[upper - 1] = 1.0 - weights[upper]
-        context = num_context / 1000
-        weights[len(NODES) :] = (
-            max(0, num_rows - 1),
-            context,
-            num_tokens * context / max(1, num_rows),
-        )
+            share = min(1.0, (num_tokens - left) / (right - left))
+            weights[upper - 1] = 1.0 - share
+        weights[upper] = share
+        kilotokens = num_context / 1000
+        attended = num_tokens * kilotokens / max(1, num_rows)
+        weights[NUM_NODES:] = (max(0, num_rows - 1), kilotokens, attended)
         return weights

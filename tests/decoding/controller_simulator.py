@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from pagedraft.decoding.acceptance import Acceptance, AcceptanceTable
-from pagedraft.decoding.controller import BatchController, Choice, Row
+from pagedraft.decoding.controller import Choice, DraftController, Row
 from pagedraft.decoding.drafters.base import Proposal
 
 Curve = Callable[[int], float]
@@ -68,7 +68,7 @@ class Simulator:
 
     alphas: Seq[float]
     curve: Curve
-    controller: BatchController = field(default_factory=BatchController)
+    controller: DraftController = field(default_factory=DraftController)
     noise: float = 0.03
     spike_share: float = 0.0
     round_seconds: float = 0.0
@@ -157,3 +157,14 @@ def fixed_rate(alphas: Seq[float], curve: Curve, k: int, round_seconds: float = 
 def best_fixed_rate(alphas: Seq[float], curve: Curve, round_seconds: float = 0.0) -> float:
     """The fastest of the fixed k, 0 among them."""
     return max(fixed_rate(alphas, curve, k, round_seconds) for k in FIXED)
+
+
+def expected_rate(run: Run, alphas: Seq[float]) -> float:
+    """Tokens a second that the choices of ``run`` get in the mean: its speed without luck."""
+    tokens = sum(
+        alpha**depth
+        for choices in run.choices
+        for alpha, choice in zip(alphas, choices, strict=True)
+        for depth in range(choice.k + 1)
+    )
+    return tokens / run.seconds

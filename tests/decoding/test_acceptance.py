@@ -1,0 +1,132 @@
+"""Acceptance: what is right counts once, at its depth, for its evidence; lookups also unused."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedraft.decoding.acceptance import MAX_WATCHES, Acceptance, AcceptanceTable
+from pagedraft.decoding.drafters.base import Proposal
+
+# proposal, drafts used, tokens of the steps that follow -> (depth, hit) counted by the watch
+WATCHES = {
+    "wrong at once": ([1, 2, 3], 0, [[9]], [(0, 0)]),
+    "right, then wrong, in one step": ([1, 2, 3], 0, [[1, 9, 3]], [(0, 1), (1, 0)]),
+    "over steps": ([1, 2, 3], 0, [[1], [2], [9]], [(0, 1), (1, 1), (2, 0)]),
+    "right to its end": ([1, 2], 0, [[1, 2, 3], [4]], [(0, 1), (1, 1)]),
+    "used ones are counted elsewhere": ([1, 2, 3], 2, [[1, 2, 3]], [(2, 1)]),
+    "a used one was wrong": ([1, 2, 3], 2, [[1, 9]], []),
+    "all were used": ([1, 2], 2, [[1, 2, 3]], []),
+    "no drafts": ([], 0, [[1]], []),
+    "no tokens": ([1], 0, [[], [1]], [(0, 1)]),
+}
+
+
+def counted(acceptance: Acceptance, name: str = "ngram") -> list[tuple[int, int]]:
+    """(depth, hit) of every trial, for depths with a class of their own."""
+    trials = []
+    for (drafter, _), cell in acceptance.cells.items():
+        pairs = zip(cell.hits, cell.tried, strict=True)
+        trials += [(d, int(h)) for d, (h, t) in enumerate(pairs) if drafter == name and t]
+    return trials
+
+
+@pytest.mark.parametrize("name", WATCHES)
+def test_watch(name):
+    tokens, used, steps, expected = WATCHES[name]
+    acceptance = Acceptance()
+    acceptance.watch("ngram", Proposal(tokens, evidence=3), used)
+    [acceptance.emitted(step) for step in steps]
+    assert counted(acceptance) == expected
+    assert not acceptance.watches
+
+
+def test_drafters_are_watched_apart():
+    acceptance = Acceptance()
+    acceptance.watch("ngram", Proposal([1, 2]))
+    acceptance.watch("suffix", Proposal([1, 7]))
+    [acceptance.emitted([token]) for token in (1, 2)]
+    assert counted(acceptance) == [(0, 1), (1, 1)]
+    assert counted(acceptance, "suffix") == [(0, 1), (1, 0)]
+
+
+def test_a_few_proposals_are_followed_and_all_are_scored_in_their_step():
+    acceptance, text = Acceptance(), list(range(100, 120))
+    for start in range(6):
+        acceptance.watch("ngram", Proposal(text[start : start + 10]))
+        acceptance.emitted(text[start : start + 1])
+    assert len(acceptance.watches) == MAX_WATCHES
+    cell = acceptance.cells["ngram", 0]
+    assert cell.tried[0] > 5
+    assert cell.hits == cell.tried
+    acceptance.emitted([0])
+    assert not acceptance.watches
+
+
+def test_drafts_behind_the_first_wrong_one_say_nothing():
+    acceptance = Acceptance()
+    acceptance.record("ngram", 0, 4, 1)
+    acceptance.record("ngram", 0, 0, 0)
+    assert counted(acceptance) == [(0, 1), (1, 0)]
+
+
+def test_deep_drafts_share_classes():
+    acceptance = Acceptance()
+    acceptance.record("ngram", 0, 100, 70)
+    cell = acceptance.cells["ngram", 0]
+    assert cell.tried == [1, 1, 1, 1, 4, 63]
+    assert cell.hits == [1, 1, 1, 1, 4, 62]
+
+
+def test_worth_is_the_product_of_the_conditional_estimates():
+    acceptance = Acceptance()
+    worth = acceptance.worth("ngram", 0, 100)
+    assert worth[:3] == [0.5, 0.25, 0.125]
+    assert len(worth) == 100
+    assert worth == sorted(worth, reverse=True)
+
+
+@pytest.mark.parametrize(("accepted", "low", "high"), [(4, 0.85, 1.0), (0, 0.0, 0.15)])
+def test_estimates_follow_the_record(accepted, low, high):
+    acceptance = Acceptance()
+    [acceptance.record("ngram", 9, 4, accepted) for _ in range(20)]
+    assert low <= acceptance.worth("ngram", 9, 1)[0] <= high
+
+
+def test_evidence_and_drafters_are_told_apart():
+    acceptance = Acceptance()
+    [acceptance.record("ngram", 2, 4, 0) for _ in range(20)]
+    [acceptance.record("ngram", 20, 4, 4) for _ in range(20)]
+    weak, strong, other = (
+        acceptance.worth(name, evidence, 1)[0]
+        for name, evidence in (("ngram", 1), ("ngram", 17), ("suffix", 17))
+    )
+    assert weak < 0.15 < 0.85 < strong
+    assert other == 0.5
+
+
+def test_a_new_request_begins_with_what_others_taught_and_moves_away_from_it():
+    table = AcceptanceTable()
+    old, new = Acceptance(table), Acceptance(table)
+    [old.record("ngram", 0, 4, 4) for _ in range(50)]
+    assert new.worth("ngram", 0, 1)[0] > 0.9
+    [new.record("ngram", 0, 4, 0) for _ in range(20)]
+    assert new.worth("ngram", 0, 1)[0] < 0.35
+    assert old.worth("ngram", 0, 1)[0] > 0.8
+
+
+def test_what_differs_at_one_depth_is_expected_to_differ_at_the_next():
+    """A request that was probed with one draft a step has nothing of its own deeper."""
+    table = AcceptanceTable()
+    old, new = Acceptance(table), Acceptance(table)
+    [old.record("draft", 0, 2, 0 if i % 2 else 1) for i in range(200)]
+    others = old.worth("draft", 0, 2)
+    [new.record("draft", 0, 1, 1) for _ in range(15)]
+    worth = new.worth("draft", 0, 2)
+    assert worth[1] / worth[0] > 1.5 * others[1] / others[0]
+
+
+def test_the_newest_steps_count_most():
+    acceptance = Acceptance()
+    [acceptance.record("ngram", 0, 1, 0) for _ in range(100)]
+    [acceptance.record("ngram", 0, 1, 1) for _ in range(20)]
+    assert acceptance.worth("ngram", 0, 1)[0] > 0.5
