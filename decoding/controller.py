@@ -231,6 +231,3 @@ class DraftController:
     def _pass_time(self, seconds: float) -> None:
         for name in self._idle:
             self._idle[name] += seconds
-
-
-BatchController = DraftController  # the name that the engine imports

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from pagedraft.decoding.controller import BatchController
+from pagedraft.decoding.controller import DraftController
 from pagedraft.decoding.drafters.base import Drafter, Proposal
 from pagedraft.decoding.params import check_int
 from pagedraft.decoding.verify import verify_rows
@@ -46,7 +46,7 @@ class Engine:
         caches: Seq[KVCache],
         *,
         drafters: Seq[Drafter] = (),
-        controller: BatchController | None = None,
+        controller: DraftController | None = None,
         token_budget: int = 512,
         max_rows: int = 64,
         chunk_tokens: int | None = None,
@@ -62,7 +62,7 @@ class Engine:
         self.pool = BlockPool(self.cache.num_blocks, self.cache.block_size)
         self.prefixes = Prefixes(self.pool, prefix_cache)
         self.speculation = Speculation(
-            drafters, controller or BatchController(), target.config.vocab_size
+            drafters, controller or DraftController(), target.config.vocab_size
         )
         self.token_budget = token_budget
         self.max_rows = max_rows

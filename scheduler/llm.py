@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pagedraft.decoding.controller import BatchController
+from pagedraft.decoding.controller import DraftController
 from pagedraft.decoding.drafters.base import Drafter
 from pagedraft.decoding.drafters.draft_model import check_vocabularies
 from pagedraft.decoding.drafters.table import Setup, drafter_names, make_drafters
@@ -95,7 +95,7 @@ class LLM:
         if kv_tokens is not None:
             check_int("kv_tokens", kv_tokens, 1)
         check_int("seed", seed, 0, 2**64 - 1)
-        controller = BatchController(k)
+        controller = DraftController(k)
         stored = resolve_kv_dtype(kv_dtype)
         options: dict[str, Any] = {"dtype": dtype, "weights": weights, "device": device}
         options["exact"] = exact

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 
 from pagedraft.decoding.acceptance import Acceptance, AcceptanceTable
 from pagedraft.decoding.commit import max_drafts
-from pagedraft.decoding.controller import BatchController, Row
+from pagedraft.decoding.controller import DraftController, Row
 from pagedraft.decoding.drafters.base import Drafter, Proposal, is_lookup
 from pagedraft.decoding.drafters.guard import cut, free_safely, propose_safely
 from pagedraft.scheduler.request import OFF, PROMPT, Decision, Request
@@ -28,7 +28,7 @@ class Speculation:
     """
 
     def __init__(
-        self, drafters: Seq[Drafter], controller: BatchController, vocab_size: int
+        self, drafters: Seq[Drafter], controller: DraftController, vocab_size: int
     ) -> None:
         self.controller = controller
         self.vocab_size = vocab_size
