@@ -111,6 +111,7 @@ class Case:
     model: a row of MODELS. drafter: names of drafters of the engine, or a row of REPLAYS.
     spare_blocks: blocks beyond what the largest request needs; None: enough for all requests.
     clear_at: engine step before which the prefix cache is cleared; None: never.
+    preempt_at: engine steps before which a running request loses its KV, whatever the pool holds.
     noise: seeds the LLM and whatever a replaying drafter does at random.
     """
 
@@ -125,14 +126,18 @@ class Case:
     max_rows: int = 8
     prefix_cache: bool = True
     clear_at: int | None = None
+    preempt_at: tuple[int, ...] = ()
     kv_dtype: str = "auto"
     noise: int = 0
 
 
-LENGTHS = (5, 1, 3, 8, 9, 10, 12, 16, 17, 19, 24, 25, 33, 40)  # block edges among them
-MAX_TOKENS = (1, 3, 6, 9, 12, 14, 16, 18, 20, 24)
-ARRIVALS = (0, 0, 0, 1, 2, 3, 5, 8, 13)
-NUM_ROWS = (1, 2, 3, 4, 4, 5, 5, 6)
+# Prompt lengths with block edges among them, limits of outputs, arrivals. The second kind of case
+# starts small and grows, all rows at once: in a small pool it preempts.
+KINDS = (
+    ((5, 1, 9, 16, 17, 19, 24, 25, 33, 40), (1, 3, 6, 9, 12, 14, 16), (0, 0, 0, 1, 2, 3, 5, 8, 13)),
+    ((5, 1, 3, 8, 9, 10), (12, 14, 16, 18, 20), (0, 0, 1, 2)),
+)
+NUM_ROWS = (1, 2, 3, 4, 5, 6)
 STYLES: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9},
@@ -163,7 +168,7 @@ EXTRAS: tuple[Mapping[str, Any], ...] = (
     *({"processors": (name,)} for name in PROCESSORS),
     {"processors": ("by length", "favour unseen")},
 )
-CALLBACKS = (None,) * 17 + (("raise", 2), ("abort", 2), ("abort others", 3))
+CALLBACKS = (None,) * 27 + (("raise", 2), ("abort", 2), ("abort others", 3))
 DRAFTERS = (
     *("ngram", "suffix", "draft", "draft-padded", "self", "layers"),
     *("draft+ngram", "layers+ngram+suffix", "auto"),
@@ -171,19 +176,19 @@ DRAFTERS = (
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Row:
+def rows(draw: st.DrawFn, lengths: Seq[int], max_tokens: Seq[int], arrivals: Seq[int]) -> Row:
     """One request; its shortest form is an early greedy one."""
-    options = dict(draw(st.sampled_from(STYLES)), max_tokens=draw(st.sampled_from(MAX_TOKENS)))
+    options = dict(draw(st.sampled_from(STYLES)), max_tokens=draw(st.sampled_from(max_tokens)))
     for extra in draw(st.lists(st.sampled_from(EXTRAS), max_size=3)):
         options |= extra
     options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
-    is_aborted = draw(st.integers(0, 5)) == 5
+    is_aborted = draw(st.integers(0, 7)) == 7
     return Row(
         stem=draw(st.integers(0, NUM_STEMS - 1)),
-        length=draw(st.sampled_from(LENGTHS)),
+        length=draw(st.sampled_from(lengths)),
         tail=tuple(draw(st.lists(st.integers(3, VOCAB - 1), max_size=3))),
         options=options,
-        arrival=draw(st.sampled_from(ARRIVALS)),
+        arrival=draw(st.sampled_from(arrivals)),
         priority=draw(st.integers(0, 1)),
         abort_after=draw(st.integers(0, 10)) if is_aborted else None,
         abort_first_only=is_aborted and draw(st.booleans()),
@@ -194,18 +199,20 @@ def rows(draw: st.DrawFn) -> Row:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """One workload."""
+    kind = draw(st.sampled_from(KINDS))
     num_rows = draw(st.sampled_from(NUM_ROWS))
     return Case(
-        rows=tuple(draw(rows()) for _ in range(num_rows)),
+        rows=tuple(draw(rows(*kind)) for _ in range(num_rows)),
         model=draw(st.sampled_from(TARGETS)),
         drafter=draw(st.sampled_from((*REPLAYS, *DRAFTERS))),
         k=draw(st.sampled_from((3, 1, 2, 7, 0, "auto"))),
         block_size=draw(st.sampled_from((8, 8, 8, 8, 16, 16, 32, 64))),
-        spare_blocks=draw(st.sampled_from((None, 0, 0, 0, 0, 1))),
+        spare_blocks=draw(st.sampled_from((None, 0, 0, 0, 0, 0, 0, 1))),
         chunk_tokens=draw(st.sampled_from((None, None, 4, 8, 13))),
         token_budget=draw(st.sampled_from((512, 512, 64, 24, 9, 4, 2))),
         max_rows=draw(st.sampled_from((8, 8, 8, 5, 4, 3, 2, 1))),
         prefix_cache=draw(st.sampled_from((True, True, True, False))),
+        preempt_at=draw(st.sampled_from(((),) * 8 + ((1, 2, 3, 4, 5), (2, 5, 8, 11, 14, 17)))),
         clear_at=draw(st.sampled_from((None,) * 9 + (5,))),
         kv_dtype=draw(st.sampled_from(("auto",) * 6 + ("int8", "fp8"))),
         noise=draw(st.integers(0, 2**16)),

@@ -69,9 +69,7 @@ def run_case(case: Case, dtype: torch.dtype, oracle: Oracle | None = None) -> se
     while queue or engine.has_work:
         while queue and queue[0].arrival <= step:
             _submit(run, queue.pop(0), oracle)
-        _abort_due(run, step)
-        if step == case.clear_at:
-            run.llm.reset_prefix_cache()
+        _interfere(run, step)
         engine.step()
         engine.check_integrity()
         engine.prefixes.check_integrity()
@@ -189,7 +187,13 @@ def _plain(
     return oracle[key]
 
 
-def _abort_due(run: Run, step: int) -> None:
+def _interfere(run: Run, step: int) -> None:
+    """What happens before a step from outside: aborts, a cleared cache, a lost KV."""
+    case, engine = run.case, run.llm.engine
+    if step == case.clear_at:
+        run.llm.reset_prefix_cache()
+    if step in case.preempt_at and engine.running:
+        engine.preempt(engine.running[(step + case.noise) % len(engine.running)])
     for submitted in run.submitted:
         row, request = submitted.row, submitted.request
         if row.abort_after is None or step != row.arrival + row.abort_after:
@@ -275,7 +279,7 @@ def _note_events(run: Run) -> None:
     stats = [submitted.request.stats for submitted in run.submitted]
     passes = [row for one in stats for row in one.decisions if row.drafted > 0]
     met = {
-        "preemption": any(one.num_preemptions for one in stats),
+        "preemption": not run.case.preempt_at and any(one.num_preemptions for one in stats),
         "prefix hit": run.llm.engine.prefixes.num_hit_tokens > 0,
         "abort": any(submitted.ended == "abort" for submitted in run.submitted),
         "full acceptance": any(row.accepted == row.drafted for row in passes),
