@@ -13,7 +13,7 @@ the median one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import add
 from statistics import median
@@ -42,6 +42,8 @@ class Row:
     tokens_per_pass: emitted by a pass, accepted drafts and one more; 1 without drafts.
     drafts_per_pass: drafts proposed, fewer than k where a drafter has none or the output ends.
     num_passes: over all texts, without the prompts' own passes.
+    seconds_per_token: passes, drafting, and the draft model's reading of the prompts, over the
+        tokens; the target's reading of them is not in it.
     speedup: over plain decoding; below 1 it is slower.
     text_speedups: of each text alone.
     """
@@ -200,7 +202,8 @@ def _walk_all(
     for agreement, text in zip(agreements, texts, strict=True):
         accept_n, num_output = getattr(agreement, field), len(text.output_ids)
         reach = len(accept_n) if len(accept_n) < num_output else None
-        walks.append(walk(accept_n, k, num_output, text.max_tokens, reach))
+        one = walk(accept_n, k, num_output, text.max_tokens, reach)
+        walks.append(replace(one, num_read=len(text.prompt_ids) if one.num_tokens else 0))
     return walks
 
 

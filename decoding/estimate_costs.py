@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from pagedraft.decoding.drafters.base import Drafter, is_lookup
@@ -19,7 +20,7 @@ from pagedraft.decoding.estimate_text import Reader, Text
 from pagedraft.decoding.estimate_walk import Walk
 from pagedraft.decoding.sequence import Sequence as TokenSequence
 
-REPEATS = 10
+REPEATS = 15
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,10 @@ class Costs:
 
     num_context: tokens of the context that they were measured at.
     step_seconds: a target's step of n + 1 tokens, forward pass and draws, at index n.
-    draft_seconds: proposing n drafts, at index n; index 0 is what asking in vain costs.
+    draft_seconds: proposing n drafts, at index n; index 0 is what asking in vain costs. Measured
+        for 1 draft and for the most, and a line between.
     catch_up_seconds: what proposing takes longer after a step that accepted every draft.
+    read_seconds: a draft model's for a token of a prompt; 0 for others.
     noise: by how much the median of the runs of a plain step is above that, as a share.
     """
 
@@ -37,6 +40,7 @@ class Costs:
     step_seconds: tuple[float, ...]
     draft_seconds: tuple[float, ...]
     catch_up_seconds: float = 0.0
+    read_seconds: float = 0.0
     noise: float = 0.0
 
     def plain_seconds(self, num_tokens: int) -> float:
@@ -47,7 +51,7 @@ class Costs:
         """Decoding as ``walk`` does."""
         steps = zip(walk.passes_n, self.step_seconds, self.draft_seconds, strict=False)
         seconds = sum(count * (step + draft) for count, step, draft in steps)
-        return seconds + walk.num_full * self.catch_up_seconds
+        return seconds + walk.num_full * self.catch_up_seconds + walk.num_read * self.read_seconds
 
 
 def measure_costs(
@@ -81,23 +85,31 @@ def measure_costs(
         sequence.num_draft_written = num_context - 1 - num_missing
         drafter.propose([sequence], [num_drafts])
 
-    sizes = range(1, max_drafts + 1)
-    tasks: dict[Any, Callable[[], None]] = {}
-    tasks |= {("step", n): partial(step, n) for n in (0, *sizes)}
-    tasks |= {("draft", n): partial(propose, n, 0) for n in sizes}
-    tasks["catch up"] = partial(propose, 1, min(1, num_context - 1))
+    tasks: dict[Any, Callable[[], None]] = {"catch up": partial(propose, 1, num_context > 1)}
+    if draft is not None:
+        tasks["read"] = partial(draft.skip, token_ids[:num_context])
+    for n in range(max_drafts + 1):  # drafting and steps in turn, as decoding runs them
+        if n in (1, max_drafts):
+            tasks["draft", n] = partial(propose, n, 0)
+        tasks["step", n] = partial(step, n)
     runs = _measure(tasks, repeats)
-    seconds = {name: values[len(values) // 5] for name, values in runs.items()}
-    plain = runs["step", 0]
-    drafting = [seconds["draft", n] for n in sizes]
     drafter.on_free(sequence)
+    low = {name: values[len(values) // 5] for name, values in runs.items()}
+    first, last, plain = low["draft", 1], low["draft", max_drafts], runs["step", 0]
+    slope = (last - first) / max(1, max_drafts - 1)
     return Costs(
         num_context,
-        tuple(seconds["step", n] for n in (0, *sizes)),
-        (drafting[0] if is_lookup(drafter) else 0.0, *drafting),
-        0.0 if is_lookup(drafter) else max(0.0, seconds["catch up"] - drafting[0]),
-        plain[len(plain) // 2] / seconds["step", 0] - 1.0,
+        _rising([low["step", n] for n in range(max_drafts + 1)]),
+        (first if is_lookup(drafter) else 0.0, *(first + slope * n for n in range(max_drafts))),
+        0.0 if is_lookup(drafter) else max(0.0, low["catch up"] - first),
+        low["read"] / num_context if draft is not None else 0.0,
+        plain[len(plain) // 2] / low["step", 0] - 1.0,
     )
+
+
+def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
+    """No step takes longer than one of more tokens: where it seems to, it was disturbed."""
+    return tuple(accumulate(reversed(seconds), min))[::-1]
 
 
 def _step(target: Reader, sequence: TokenSequence, drafts: Sequence[int]) -> None:

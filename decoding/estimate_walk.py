@@ -25,12 +25,14 @@ class Walk:
     num_full: passes that accepted all of their drafts, with another pass to follow: a draft model
         has yet to read the last of these drafts.
     num_accepted: accepted drafts that became part of the output.
+    num_read: tokens of prompts, which a draft model reads before its first draft.
     """
 
     passes_n: list[float]
     num_tokens: int = 0
     num_full: float = 0.0
     num_accepted: float = 0.0
+    num_read: int = 0
 
     @property
     def num_passes(self) -> float:
@@ -49,6 +51,7 @@ class Walk:
             self.num_tokens + other.num_tokens,
             self.num_full + other.num_full,
             self.num_accepted + other.num_accepted,
+            self.num_read + other.num_read,
         )
 
 

@@ -207,6 +207,9 @@ def _print(console: Console, judged: Judged) -> None:
     console.print(f"{found.drafter}: {_agreement(found)}")
     for rule in found.rules:
         console.print(_table(found, rule))
+    if found.costs.read_seconds > 0:
+        milliseconds = 1e3 * found.costs.read_seconds
+        console.print(f"the draft's reading of the prompts is in it: {milliseconds:.2f} ms a token")
     if found.costs.noise > MAX_NOISE:
         console.print(
             f"note: the machine is busy: half of the plain steps took {found.costs.noise:.0%} "

@@ -9,6 +9,8 @@ import json
 
 import pytest
 
+from pagedraft.decoding import estimate_costs
+from pagedraft.decoding.drafters.draft_model import DraftModelDrafter
 from pagedraft.decoding.drafters.lookup import NgramDrafter
 from pagedraft.decoding.estimate import estimate
 from pagedraft.decoding.estimate_costs import Costs, measure_costs
@@ -44,13 +46,13 @@ def test_a_draft_like_the_target_is_always_right(target, k, rules):
 
 
 def test_speedups_follow_from_counts_and_costs(target, other, monkeypatch):
-    costs = Costs(8, (1.0, 1.1, 1.3), (0.0, 0.25, 0.4), catch_up_seconds=0.05)
+    costs = Costs(8, (1.0, 1.1, 1.3), (0.0, 0.25, 0.4), 0.05, read_seconds=0.01)
     monkeypatch.setattr("pagedraft.decoding.estimate.measure_costs", lambda *a, **k: costs)
     text = written(target, temperature=0.0)
     [one, two] = estimate(target, [text], draft=target, max_drafts=2).rows
-    assert one.speedup == pytest.approx(12 / (6 * 1.35 + 5 * 0.05))
-    assert two.speedup == pytest.approx(12 / (4 * 1.7 + 3 * 0.05))
-    assert two.seconds_per_token == pytest.approx((4 * 1.7 + 3 * 0.05) / 12)
+    assert one.speedup == pytest.approx(12 / (6 * 1.35 + 5 * 0.05 + 6 * 0.01))
+    assert two.speedup == pytest.approx(12 / (4 * 1.7 + 3 * 0.05 + 6 * 0.01))
+    assert two.seconds_per_token == pytest.approx((4 * 1.7 + 3 * 0.05 + 6 * 0.01) / 12)
     assert two.text_speedups == (pytest.approx(two.speedup),)
 
 
@@ -83,13 +85,26 @@ def test_first_layers_are_judged_as_a_model(target):
     assert found.rules == ["match", "rejection"]
 
 
+def test_a_step_seems_no_longer_than_one_of_more_tokens():
+    assert estimate_costs._rising([3.0, 2.0, 5.0, 4.0]) == (2.0, 2.0, 4.0, 4.0)
+
+
 def test_costs_are_of_steps_and_proposals(target):
     text = written(target, temperature=0.0)
     costs = measure_costs(Reader(target, 64), NgramDrafter(), text, 12, 3, repeats=3)
     assert (costs.num_context, len(costs.step_seconds), len(costs.draft_seconds)) == (12, 4, 4)
     assert min(costs.step_seconds) > max(costs.draft_seconds) > 0
-    assert costs.catch_up_seconds == 0
+    assert (costs.catch_up_seconds, costs.read_seconds) == (0, 0)
     assert costs.noise >= 0
+
+
+def test_a_draft_model_costs_passes_and_reading(target):
+    text = written(target, temperature=0.0)
+    readers = Reader(target, 64), Reader(target, 64)
+    drafter = DraftModelDrafter(target, readers[1].cache, target_vocab_size=97)
+    costs = measure_costs(readers[0], drafter, text, 12, 3, readers[1], repeats=3)
+    assert costs.draft_seconds[0] == 0 < costs.draft_seconds[1] < costs.draft_seconds[3]
+    assert 0 < costs.read_seconds < costs.draft_seconds[1]
 
 
 BAD = {
