@@ -23,7 +23,7 @@ from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.admission import check_request
 from pagedraft.scheduler.logprobs import add_logprobs, raw_logits
 from pagedraft.scheduler.metrics import EngineStats
-from pagedraft.scheduler.output import call_back, keep
+from pagedraft.scheduler.output import call_back, is_in_doubt, keep
 from pagedraft.scheduler.plan import StepPlan, plan_step
 from pagedraft.scheduler.prefix import Prefixes
 from pagedraft.scheduler.request import FinishReason, Request
@@ -126,7 +126,7 @@ class Engine:
         if not plan.scheduled:
             return []
         self._copy_forked_blocks()
-        proposals = self.speculation.propose(_granted(plan))
+        proposals = self.speculation.propose(plan.scheduled)
         num_fed, logits_QV, sampled = self._forward(plan.scheduled, proposals)
         num_committed = self._commit_rows(logits_QV, sampled, proposals) if sampled else 0
         for request in plan.scheduled:
@@ -228,7 +228,7 @@ class Engine:
             first_row += len(proposal.tokens) + 1
             if request.finished:  # a callback of this very step aborted it
                 continue
-            if proposal.tokens and tokens[-1] < 0:
+            if proposal.tokens and tokens[-1] < 0 and is_in_doubt(request, len(tokens)):
                 self._retry_without_drafts(request)
                 continue
             num_kept += self._emit(request, proposal, tokens, rows_QV, now)
@@ -290,13 +290,3 @@ class Engine:
         used = sum(request.num_written for request in self.running)
         owned = sum(len(request.block_ids) for request in self.running) * self.pool.block_size
         self.stats.record(seconds, num_fed, num_committed, used, owned)
-
-
-def _granted(plan: StepPlan[Request]) -> dict[Request, int]:
-    """Drafts that the plan granted, for each request that wants some."""
-    granted = {}
-    for request, num_tokens in plan.scheduled.items():
-        request.num_drafts = max(0, num_tokens - request.sequence.num_pending)
-        if request.num_drafts:
-            granted[request] = request.num_drafts
-    return granted

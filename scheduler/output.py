@@ -58,3 +58,13 @@ def call_back(request: Request, tokens: list[int]) -> str | None:
     except Exception as error:  # the submitter's code, which may fail in any way
         return f"on_tokens: {type(error).__name__}: {error}"
     return None
+
+
+def is_in_doubt(request: Request, num_tokens: int) -> bool:
+    """Whether plain decoding might draw the last of a step's tokens, which could not be drawn.
+
+    Where drafts were judged by chance, drawing again what led to a processor's failure would favour
+    continuations that do not fail.
+    """
+    failed = request.num_tokens + num_tokens - 1 in request.sequence.failures
+    return request.sequence.accept == "match" or not failed

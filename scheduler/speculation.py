@@ -66,19 +66,22 @@ class Speculation:
                 request.choice = choice
                 request.num_drafts = choice.k
 
-    def propose(self, granted: Mapping[Request, int]) -> dict[Request, Proposal]:
-        """The drafts of requests that the plan granted some."""
+    def propose(self, scheduled: Mapping[Request, int]) -> dict[Request, Proposal]:
+        """The drafts of requests whose span in the plan is longer than what they have pending."""
         proposals: dict[Request, Proposal] = {}
         asked: dict[str, list[Request]] = {}
-        for request, num_drafts in granted.items():
+        for request, num_tokens in scheduled.items():
+            request.num_drafts = max(0, num_tokens - request.sequence.num_pending)
             name = request.choice.drafter
+            if request.num_drafts == 0 or name is None:
+                continue
             if name in request.offers:
-                proposals[request] = cut(request.offers[name], num_drafts)
-            elif name is not None:
+                proposals[request] = cut(request.offers[name], request.num_drafts)
+            else:
                 asked.setdefault(name, []).append(request)
         self._drafting_seconds = 0.0
         for name, requests in asked.items():
-            proposals |= self._run(name, requests, [granted[request] for request in requests])
+            proposals |= self._run(name, requests, [r.num_drafts for r in requests])
         return proposals
 
     def record_step(
