@@ -22,8 +22,10 @@ EVIDENCE_EDGES = (1, 3, 5, 9, 17)  # classes of evidence: 0, 1-2, 3-4, 5-8, 9-16
 NUM_CLASSES = len(DEPTH_EDGES) + 1
 DEPTH_CLASS = tuple(bisect_right(DEPTH_EDGES, depth) for depth in range(64))
 
-PRIOR, PRIOR_TRIALS = 0.5, 2.0  # what nobody has tried yet
-TABLE_DECAY = 0.995  # per proposal: the engine remembers about 200 of each kind
+# What nobody has tried yet, by class of evidence: the first draft, and those behind a right one.
+PRIORS = ((0.5, 0.6), (0.4, 0.7), (0.7, 0.7), (0.7, 0.7), (0.8, 0.8), (0.8, 0.8))
+PRIOR_TRIALS = 2.0
+TABLE_DECAY = 0.98  # per proposal: the engine remembers about 50 of each kind
 OWN_DECAY = 0.95  # per proposal: a request remembers about 20 of each kind
 OWN_TRIALS = 8.0  # trials that the engine-wide estimate is worth to a request
 MAX_WATCHES = 4  # of a request and drafter: about 1 us a step each
@@ -49,6 +51,7 @@ class Cell:
         self.tried[depth_class] += 1.0
 
 
+_EMPTY = Cell()
 Key = tuple[str, int]  # drafter, class of evidence
 
 
@@ -64,9 +67,11 @@ class AcceptanceTable:
         known = self._estimates.get(key)
         if known is None:
             cell = self.cells.get(key) or Cell()
+            first, behind = PRIORS[key[1]]
+            priors = (first, *[behind] * (NUM_CLASSES - 1))
             known = self._estimates[key] = [
-                (hits + PRIOR_TRIALS * PRIOR) / (tried + PRIOR_TRIALS)
-                for hits, tried in zip(cell.hits, cell.tried, strict=True)
+                (hits + PRIOR_TRIALS * prior) / (tried + PRIOR_TRIALS)
+                for prior, hits, tried in zip(priors, cell.hits, cell.tried, strict=True)
             ]
         return known
 
@@ -91,6 +96,29 @@ class _Watch:
 
 
 @dataclass
+class _Tally:
+    """Decayed hits of a drafter at any depth and evidence, those the table expected, and trials."""
+
+    hits: float = 0.0
+    expected: float = 0.0
+    tried: float = 0.0
+
+    def count(self, depth: int, is_hit: bool, expected: float) -> None:
+        """Add one trial."""
+        decay = OWN_DECAY if depth == 0 else 1.0
+        self.hits = decay * self.hits + is_hit
+        self.expected = decay * self.expected + expected
+        self.tried = decay * self.tried + 1.0
+
+    @property
+    def odds(self) -> float:
+        """Odds of a hit over those expected, shrunk to 1."""
+        hits, misses = self.hits + OWN_TRIALS / 2, self.tried - self.hits + OWN_TRIALS / 2
+        expected = self.expected + OWN_TRIALS / 2
+        return hits / misses * (self.tried + OWN_TRIALS - expected) / expected
+
+
+@dataclass
 class Acceptance:
     """Acceptance record of one request.
 
@@ -101,6 +129,7 @@ class Acceptance:
     table: AcceptanceTable = field(default_factory=AcceptanceTable)
     cells: dict[Key, Cell] = field(default_factory=dict)
     watches: list[_Watch] = field(default_factory=list)
+    tallies: dict[str, _Tally] = field(default_factory=dict)
 
     def worth(self, name: str, evidence: int, num_drafts: int) -> list[float]:
         """For each draft the probability that it and all those before it are accepted."""
@@ -149,20 +178,26 @@ class Acceptance:
         return True
 
     def _count(self, key: Key, depth: int, is_hit: bool) -> None:
+        depth_class = DEPTH_CLASS[min(depth, len(DEPTH_CLASS) - 1)]
+        tally = self.tallies.get(key[0])
+        if tally is None:
+            tally = self.tallies[key[0]] = _Tally()
+        tally.count(depth, is_hit, self.table.estimates(key)[depth_class])
         _count(self.cells, key, OWN_DECAY, depth, is_hit)
         self.table.count(key, depth, is_hit)
 
     def _by_class(self, key: Key) -> list[float]:
         """Own hits and trials shrunk towards the table's estimate.
 
-        Where a request does better or worse than others at one depth it is likely to do so at the
-        next: half of the difference in log odds carries over to the prior there.
+        Where a request does better or worse than others, with other evidence or at one depth, it is
+        likely to do so at the next: half of the difference in log odds carries over to the prior.
         """
         common = self.table.estimates(key)
-        cell = self.cells.get(key)
-        if cell is None:
+        tally = self.tallies.get(key[0])
+        if tally is None:
             return common
-        estimates, shift = [], 1.0
+        cell = self.cells.get(key) or _EMPTY
+        estimates, shift = [], sqrt(min(max(tally.odds, ODDS_LIMITS[0]), ODDS_LIMITS[1]))
         for prior, hits, tried in zip(common, cell.hits, cell.tried, strict=True):
             odds = shift * prior / (1.0 - prior)
             own = (hits + OWN_TRIALS * odds / (1.0 + odds)) / (tried + OWN_TRIALS)

@@ -20,7 +20,7 @@ import numpy as np
 
 from pagedraft.decoding.choice import Choice, Drafts, Lineup, Row, best_drafts, lineups
 from pagedraft.decoding.controller_report import ControllerReport
-from pagedraft.decoding.step_cost import StepCost
+from pagedraft.decoding.step_cost import NUM_FIRST, StepCost
 
 MAX_DRAFTS = 16
 RATE_DECAY = 0.98  # a step: the rate is that of the last 50
@@ -28,7 +28,7 @@ TRIAL_SHARE = 0.01  # of the time since the last trial: what a trial may cost
 TRIAL_PERIOD = 4  # steps between looks for a size worth trying
 DOUBT = 0.7  # standard deviations by which a size may be cheaper than believed
 LEAST_SLOPE = 0.002  # of a plain step a token: no draft is free
-PLAIN_STEPS = 3  # measured before any draft
+PLAIN_STEPS = NUM_FIRST  # measured before any draft
 WORTH_IT, NOT_WORTH_IT, NOTHING_FOUND = "worth it", "not worth it", "nothing found"
 PLAIN, SIZE = " plain", " size"  # kinds of trials beside the names of model drafters
 FIXED, PROBE, LIMIT = "fixed", "probe", "limit"
@@ -91,7 +91,7 @@ class DraftController:
         plain, predicted = self.cost.predict(sizes, num_rows, num_context).tolist()
         fed, expected = self._expected
         emitted = expected if num_emitted is None else float(num_emitted)
-        if fed == num_tokens:  # else the plan granted less than was chosen
+        if fed == num_tokens and self.cost.num_recorded >= PLAIN_STEPS:  # as chosen, not blindly
             self._report.compare(predicted, seconds, expected, emitted)
         self._tokens = RATE_DECAY * self._tokens + emitted / num_rows
         self._time = RATE_DECAY * self._time + (predicted + self._drafting_seconds) / plain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedraft.decoding.acceptance import MAX_WATCHES, Acceptance, AcceptanceTable
+from pagedraft.decoding.acceptance import MAX_WATCHES, PRIORS, Acceptance, AcceptanceTable
 from pagedraft.decoding.drafters.base import Proposal
 
 # proposal, drafts used, tokens of the steps that follow -> (depth, hit) counted by the watch
@@ -80,7 +80,7 @@ def test_deep_drafts_share_classes():
 def test_worth_is_the_product_of_the_conditional_estimates():
     acceptance = Acceptance()
     worth = acceptance.worth("ngram", 0, 100)
-    assert worth[:3] == [0.5, 0.25, 0.125]
+    assert worth[:3] == pytest.approx([0.5, 0.5 * 0.6, 0.5 * 0.6**2])
     assert len(worth) == 100
     assert worth == sorted(worth, reverse=True)
 
@@ -101,7 +101,7 @@ def test_evidence_and_drafters_are_told_apart():
         for name, evidence in (("ngram", 1), ("ngram", 17), ("suffix", 17))
     )
     assert weak < 0.15 < 0.85 < strong
-    assert other == 0.5
+    assert other == PRIORS[5][0]
 
 
 def test_a_new_request_begins_with_what_others_taught_and_moves_away_from_it():
@@ -123,6 +123,17 @@ def test_what_differs_at_one_depth_is_expected_to_differ_at_the_next():
     [new.record("draft", 0, 1, 1) for _ in range(15)]
     worth = new.worth("draft", 0, 2)
     assert worth[1] / worth[0] > 1.5 * others[1] / others[0]
+
+
+def test_what_differs_with_one_evidence_is_expected_to_differ_with_another():
+    """Others copied; this request's weak matches are wrong more often than theirs."""
+    table = AcceptanceTable()
+    old, new = Acceptance(table), Acceptance(table)
+    [old.record("suffix", 20, 4, 4) for _ in range(50)]
+    [old.record("suffix", 1, 4, 3) for _ in range(50)]
+    [new.record("suffix", 1, 4, 0) for _ in range(10)]
+    misses = [1.0 - acceptance.worth("suffix", 20, 4)[3] for acceptance in (new, old)]
+    assert misses[0] > 3 * misses[1]
 
 
 def test_the_newest_steps_count_most():
