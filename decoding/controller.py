@@ -87,8 +87,8 @@ class DraftController:
 
         num_emitted: tokens that its rows got; None takes what was expected.
         """
-        sizes = (num_rows, num_tokens)
-        plain, predicted = self.cost.predict(sizes, num_rows, num_context).tolist()
+        plain = self.cost.predict_one(num_rows, num_rows, num_context)
+        predicted = self.cost.predict_one(num_tokens, num_rows, num_context)
         fed, expected = self._expected
         emitted = expected if num_emitted is None else float(num_emitted)
         if fed == num_tokens and self.cost.num_recorded >= PLAIN_STEPS:  # as chosen, not blindly
@@ -112,7 +112,7 @@ class DraftController:
 
     def predicted_seconds(self, num_tokens: int, num_rows: int, num_context: int) -> float:
         """Seconds that a step is expected to take, without drafting."""
-        return float(self.cost.predict((num_tokens,), num_rows, num_context)[0])
+        return self.cost.predict_one(num_tokens, num_rows, num_context)
 
     def report(self) -> dict[str, Any]:
         """Choices and errors since the last ``clear_report`` (see ControllerReport)."""
@@ -208,7 +208,7 @@ class DraftController:
         """Seconds of one round of a model drafter; 0 until it ran, so that it does."""
         if name not in self.drafting or num_rows == 0:
             return 0.0
-        return float(self.drafting[name].predict((num_rows,), num_rows, 0)[0])
+        return self.drafting[name].predict_one(num_rows, num_rows, 0)
 
     def _probe_models(
         self, rows: Seq[Row], undecided: list[int], choices: list[Choice], seconds_N: np.ndarray

@@ -12,6 +12,7 @@ one measurement that is slow for all shows as a slower machine, which moves the 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from statistics import median
 
@@ -62,8 +63,10 @@ class StepCost:
         self._nodes = np.array(NODES, dtype=np.float64)
         self._mean = np.zeros(NUM_NODES + NUM_TERMS)  # in units of the scale
         self._mean[:NUM_NODES] = 1.0 + PRIOR_SLOPE * (self._nodes - 1.0)
-        self._shape = _prior_shape()
-        self._cov = self._shape + STD_SCALE**2 * np.outer(self._mean, self._mean)
+        self._levels: list[float] = self._mean.tolist()  # the same, for single predictions
+        shape = _prior_shape()
+        self._forgotten = FORGETTING * shape
+        self._cov = shape + STD_SCALE**2 * np.outer(self._mean, self._mean)
         self._noise = FIRST_NOISE**2
         self._scale = 1.0
         self._ratios: list[float] = []  # measured over predicted, of the newest steps
@@ -80,6 +83,10 @@ class StepCost:
         seconds += tokens * (kilotokens / max(1, num_rows) * attended)
         return self._scale * np.maximum.accumulate(np.maximum(seconds, LEAST))
 
+    def predict_one(self, num_tokens: int, num_rows: int, num_context: int) -> float:
+        """Seconds of one step; what ``predict`` gives for one size, without NumPy's overhead."""
+        return self._scale * self._relative(num_tokens, num_rows, num_context)
+
     def spread(self, num_tokens: np.ndarray, reference: int) -> np.ndarray:
         """Standard deviation of the seconds between steps of these sizes and one of ``reference``.
 
@@ -92,14 +99,16 @@ class StepCost:
 
     def record(self, num_tokens: int, num_rows: int, num_context: int, seconds: float) -> None:
         """Learn from a measured step."""
-        weights = self._weights(num_tokens, num_rows, num_context)
-        predicted = max(float(weights @ self._mean), LEAST)
+        predicted = self._relative(num_tokens, num_rows, num_context)
         self.num_recorded += 1
         self.most_tokens = max(self.most_tokens, num_tokens)
         if self._rescale(seconds / (self._scale * predicted)):
             return
-        self._cov += FORGETTING * (self._shape - self._cov)
-        self._cov += SPEED_DRIFT**2 * np.outer(self._mean, self._mean)
+        self._cov *= 1.0 - FORGETTING
+        self._cov += self._forgotten
+        drift = SPEED_DRIFT * self._mean
+        self._cov += drift[:, None] * drift
+        weights = self._weights(num_tokens, num_rows, num_context)
         self._update(weights, predicted, seconds / self._scale - predicted)
 
     def _rescale(self, ratio: float) -> bool:
@@ -125,20 +134,32 @@ class StepCost:
         unexplained = (error**2 - known) / predicted**2
         self._noise = max(LEAST_NOISE**2, self._noise + NOISE_SHARE * (unexplained - self._noise))
         total = known + noise if error == surprise else 2.0 * known + noise
-        self._mean = self._mean + covariance * (error / total)
-        self._cov -= np.outer(covariance, covariance) / total
+        self._mean += covariance * (error / total)
+        self._cov -= covariance[:, None] * (covariance / total)
+        self._levels = self._mean.tolist()
+
+    def _relative(self, num_tokens: int, num_rows: int, num_context: int) -> float:
+        """Seconds of one step in units of the scale."""
+        upper, share = _place(num_tokens)
+        row, context, attended = self._levels[NUM_NODES:]
+        kilotokens = num_context / 1000
+        seconds = share * self._levels[upper] + (1.0 - share) * self._levels[upper - 1]
+        seconds += max(0, num_rows - 1) * row + kilotokens * context
+        return max(LEAST, seconds + num_tokens * kilotokens / max(1, num_rows) * attended)
 
     def _weights(self, num_tokens: int, num_rows: int, num_context: int) -> np.ndarray:
         """How the state adds up to one step's seconds."""
-        weights = np.zeros(NUM_NODES + NUM_TERMS)
-        upper = min(int(np.searchsorted(self._nodes, num_tokens)), NUM_NODES - 1)
-        share = 1.0
-        if upper > 0:
-            left, right = NODES[upper - 1], NODES[upper]
-            share = min(1.0, (num_tokens - left) / (right - left))
-            weights[upper - 1] = 1.0 - share
-        weights[upper] = share
+        upper, share = _place(num_tokens)
         kilotokens = num_context / 1000
+        weights = np.zeros(NUM_NODES + NUM_TERMS)
+        weights[upper - 1], weights[upper] = 1.0 - share, share
         attended = num_tokens * kilotokens / max(1, num_rows)
         weights[NUM_NODES:] = (max(0, num_rows - 1), kilotokens, attended)
         return weights
+
+
+def _place(num_tokens: int) -> tuple[int, float]:
+    """The node at or above a size, and its share beside the node below."""
+    upper = min(max(1, bisect_left(NODES, num_tokens)), NUM_NODES - 1)
+    left, right = NODES[upper - 1], NODES[upper]
+    return upper, min(1.0, (num_tokens - left) / (right - left))

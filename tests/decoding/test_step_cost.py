@@ -91,6 +91,14 @@ def test_predictions_never_fall_with_size():
     assert (np.diff(cost.predict(np.arange(1, 100), 1, 300)) >= 0).all()
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 17, 18, 1000, 5000])
+def test_one_prediction_is_that_of_many(num_tokens):
+    cost = StepCost()
+    learn(cost, CURVES["linear"], 100)
+    expected = float(cost.predict((num_tokens,), 3, 900)[0])
+    assert cost.predict_one(num_tokens, 3, 900) == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 7, NODES[-1], 10 * NODES[-1]])
 def test_any_size_can_be_measured(num_tokens):
     cost = StepCost()
