@@ -129,12 +129,14 @@ def estimate(
     """Judge a drafter on ``texts``, which ``target`` wrote.
 
     draft: the draft model, if any. drafter: a name of ``DRAFTERS``; None is "draft" with a draft
-    model, else "ngram". max_drafts: the largest k. kv_dtype: of the pools. repeats: of each timing.
+    model, else "ngram". max_drafts: the largest k, cut to what fits the longest text. kv_dtype: of
+    the pools. repeats: of each timing.
     Raises ValueError for a draft of another vocabulary, an unknown drafter, a text beyond the
     target's context, or texts without a token to draft.
     """
     name = drafter or ("draft" if draft is not None else "ngram")
     _check(target, texts, draft, name, max_drafts)
+    max_drafts = min(max_drafts, max(len(text.output_ids) for text in texts) - 1)
     num_tokens = max(len(text.token_ids) for text in texts) + max_drafts
     reader = Reader(target, num_tokens, kv_dtype)
     own = None if draft is None else Reader(draft, num_tokens, kv_dtype)

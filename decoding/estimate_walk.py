@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from pagedraft.decoding.drafters.base import Drafter
 from pagedraft.decoding.drafters.guard import free_safely, propose_safely
 from pagedraft.decoding.estimate_text import Text
@@ -114,7 +116,7 @@ def replay(drafter: Drafter, text: Text, k: int, vocab_size: int) -> Walk:
 
 
 def _propose(drafter: Drafter, sequence: TokenSequence, k: int, vocab_size: int) -> list[int]:
-    [proposal], errors = propose_safely(drafter, [sequence], [k], vocab_size)
+    [proposal], errors = propose_safely(drafter, [sequence], [k], vocab_size, torch.device("cpu"))
     if errors:
         raise RuntimeError(f"{drafter.name}: {errors[0]}")
     return proposal.tokens

@@ -105,11 +105,15 @@ class SamplingParams:
         check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.top_k is not None:
             check_int("top_k", self.top_k, -1)
+        for name in ("include_stop_str_in_output", "ignore_eos", "speculate"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         for name in RANGES:
             if getattr(self, name) is not None:
                 _check_range(name, getattr(self, name))
         if self.logit_bias is not None:
             _check_bias(self.logit_bias)
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**64 - 1)
         for token_id in self.stop_token_ids:

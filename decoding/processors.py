@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from pagedraft.decoding.failure import describe
 from pagedraft.decoding.params import LogitsProcessor
 from pagedraft.decoding.sequence import Sequence
 
@@ -40,7 +41,7 @@ def run_processors(
             sequence.failures[position] = (
                 f"logits_processors: {failure.args[0]} at position {position}"
             )
-            logits_V = torch.full_like(logits_V, torch.nan)
+            logits_V = logits_QV.new_tensor(torch.nan)
         with torch.inference_mode():  # the logits of a forward pass may be changed in it alone
             logits_QV[row].copy_(logits_V)
 
@@ -56,9 +57,9 @@ def _run(processor: LogitsProcessor, output_ids: list[int], logits_V: torch.Tens
     wanted = _describe(logits_V)
     try:
         out_V = processor(output_ids, logits_V)
+        got = _describe(out_V)
     except Exception as error:  # may be of any kind
-        raise _Failure(f"{name} raised {type(error).__name__}: {error}") from error
-    got = _describe(out_V)
+        raise _Failure(f"{name} raised {describe(error)}") from error
     if got != wanted:
         raise _Failure(f"{name} expected to return {wanted}, got {got}")
     if had_token and not _has_token(out_V):
@@ -75,4 +76,5 @@ def _describe(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return f"no tensor but {type(value).__name__}"
     dtype = str(value.dtype).removeprefix("torch.")
-    return f"{dtype} of shape {tuple(value.shape)} on {value.device}"
+    layout = "" if value.layout == torch.strided else f" {value.layout}"
+    return f"{dtype}{layout} of shape {tuple(value.shape)} on {value.device}"

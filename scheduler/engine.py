@@ -62,7 +62,7 @@ class Engine:
         self.pool = BlockPool(self.cache.num_blocks, self.cache.block_size)
         self.prefixes = Prefixes(self.pool, prefix_cache)
         self.speculation = Speculation(
-            drafters, controller or DraftController(), target.config.vocab_size
+            drafters, controller or DraftController(), target.config.vocab_size, target.device
         )
         self.token_budget = token_budget
         self.max_rows = max_rows
@@ -70,6 +70,7 @@ class Engine:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.stats = EngineStats()
+        self._live_ids: set[str] = set()
         self._num_submitted = 0
         self._is_stepping = False
 
@@ -81,9 +82,9 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request, or raise ValueError naming what makes it impossible."""
         check_request(request, self.target.config.vocab_size, self.pool)
-        live_ids = {other.request_id for other in (*self.running, *self.waiting)}
-        if request.request_id in live_ids:
+        if request.request_id in self._live_ids:
             raise ValueError(f"request_id: {request.request_id!r} is in use by a live request")
+        self._live_ids.add(request.request_id)
         request.arrival = self._num_submitted
         self._num_submitted += 1
         self.speculation.admit(request)
@@ -96,6 +97,8 @@ class Engine:
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks; it runs again later and keeps its output."""
+        if request not in self.running:
+            raise ValueError(f"request {request.request_id!r}: expected one that runs")
         self.pool.free(request.request_id, request.block_ids)
         request.block_ids.clear()
         request.drop_kv()
@@ -112,7 +115,7 @@ class Engine:
         Callbacks run inside; they may submit and abort requests, but not step.
         """
         if self._is_stepping:
-            raise RuntimeError("step: called from a callback of the step that is running")
+            raise RuntimeError("step: called while a step runs, by a callback or another thread")
         self._is_stepping = True
         try:
             return self._step()
@@ -125,7 +128,7 @@ class Engine:
         plan = self._plan()
         if not plan.scheduled:
             return []
-        self._copy_forked_blocks()
+        self._copy_forked_blocks(plan)
         proposals = self.speculation.propose(plan.scheduled)
         num_fed, logits_QV, sampled = self._forward(plan.scheduled, proposals)
         num_committed = self._commit_rows(logits_QV, sampled, proposals) if sampled else 0
@@ -177,11 +180,17 @@ class Engine:
         self.waiting.append(request)
         self._forget(request)
 
-    def _copy_forked_blocks(self) -> None:
+    def _copy_forked_blocks(self, plan: StepPlan[Request]) -> None:
         copies = self.prefixes.take_copies()
-        if copies:
-            tensors = [tensor for cache in self.caches for tensor in cache.tensors]
+        if not copies:
+            return
+        tensors = [tensor for cache in self.caches for tensor in cache.tensors]
+        try:
             copy_blocks(tensors, torch.tensor(copies))
+        except BaseException:  # an interrupt too: no fork may run without its copy
+            for request in plan.admitted:
+                self.preempt(request)
+            raise
 
     def _forward(
         self, scheduled: dict[Request, int], proposals: dict[Request, Proposal]
@@ -274,6 +283,7 @@ class Engine:
         if request.block_ids and reason != "error":  # whose KV may hold what went wrong
             self.prefixes.publish(request)
         self._forget(request)
+        self._live_ids.discard(request.request_id)
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)

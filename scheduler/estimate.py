@@ -79,6 +79,9 @@ def run_estimate(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     if args.json and not Path(args.json).resolve().parent.is_dir():
         raise ValueError(f"--json: {args.json}: no such folder")
+    if args.json and Path(args.json).is_dir():
+        raise ValueError(f"--json: expected a file, got the folder {args.json}")
+    check_int("--max-tokens", args.max_tokens, 2)
     names = _drafters(args)
     check_int("--k", args.k, 1)
     prompts = read_prompts(args.prompts) if args.prompts else _demo_prompts()
@@ -121,7 +124,7 @@ class Judged:
 def _drafters(args: argparse.Namespace) -> list[str]:
     """The names to judge: those given, else the draft model, else all that need none."""
     if args.drafter is not None:
-        names = args.drafter.split(",")
+        names = list(dict.fromkeys(name.strip() for name in args.drafter.split(",")))
     elif args.draft is not None:
         names = ["draft"]
     else:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pagedraft.decoding.controller import DraftController
-from pagedraft.decoding.drafters.base import Drafter
+from pagedraft.decoding.drafters.base import Drafter, check_drafter
 from pagedraft.decoding.drafters.draft_model import check_vocabularies
 from pagedraft.decoding.drafters.table import Setup, drafter_names, make_drafters
 from pagedraft.decoding.load import (
@@ -90,8 +90,12 @@ class LLM:
         prefix_cache: bool = True,
     ) -> None:
         names = [] if drafter is not None else drafter_names(speculate, has_draft=draft is not None)
+        if drafter is not None:
+            check_drafter(drafter)
         if block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size: expected one of {list(BLOCK_SIZES)}, got {block_size!r}")
+        for name, value in (("max_rows", max_rows), ("token_budget", token_budget)):
+            check_int(name, value, 1)
         if kv_tokens is not None:
             check_int("kv_tokens", kv_tokens, 1)
         check_int("seed", seed, 0, 2**64 - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagedraft.decoding.commit import commit
+from pagedraft.decoding.failure import describe
 from pagedraft.scheduler.request import FinishReason, Request
 
 
@@ -56,7 +57,7 @@ def call_back(request: Request, tokens: list[int]) -> str | None:
     try:
         request.on_tokens(tokens)
     except Exception as error:  # the submitter's code, which may fail in any way
-        return f"on_tokens: {type(error).__name__}: {error}"
+        return f"on_tokens: {describe(error)}"
     return None
 
 

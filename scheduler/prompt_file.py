@@ -24,19 +24,20 @@ class Prompt:
 def read_prompts(path: str | Path) -> list[Prompt]:
     """The prompts of a file; blank lines are skipped.
 
-    A file whose first line with text is a JSON object holds JSON lines, each with "prompt" or
-    "messages"; every line of another file is a prompt. Raises ValueError, naming file and line, for
-    what is neither, and for a file without prompts.
+    A file whose first line with text is a JSON object, or whose name ends in .jsonl or .json, holds
+    JSON lines, each with "prompt" or "messages"; every line of another file is a prompt. Raises
+    ValueError, naming file and line, for what is neither, and for a file without prompts.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected UTF-8 text: {error}") from error
     numbered = [(n, line.strip()) for n, line in enumerate(text.split("\n"), start=1)]
     lines = [(f"{path}:{n}", line) for n, line in numbered if line]
     if not lines:
         raise ValueError(f"{path}: expected a prompt on some line, got none")
-    if not _is_object(lines[0][1]):
+    is_json = Path(path).suffix in (".jsonl", ".json")
+    if not is_json and not _is_object(lines[0][1]):
         return [Prompt(source, line) for source, line in lines]
     return [Prompt(source, _content(source, line)) for source, line in lines]
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+import torch
+
 from pagedraft.decoding.acceptance import Acceptance, AcceptanceTable
 from pagedraft.decoding.commit import max_drafts
 from pagedraft.decoding.controller import DraftController, Row
@@ -28,10 +30,15 @@ class Speculation:
     """
 
     def __init__(
-        self, drafters: Seq[Drafter], controller: DraftController, vocab_size: int
+        self,
+        drafters: Seq[Drafter],
+        controller: DraftController,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
         self.controller = controller
         self.vocab_size = vocab_size
+        self.device = device
         self.num_errors = 0
         self.acceptances = AcceptanceTable()
         self._drafting_seconds = 0.0
@@ -199,7 +206,7 @@ class Speculation:
     ) -> dict[Request, Proposal]:
         sequences = [request.sequence for request in requests]
         proposed, errors = propose_safely(
-            self.drafters[name], sequences, num_drafts, self.vocab_size
+            self.drafters[name], sequences, num_drafts, self.vocab_size, self.device
         )
         for row, error in errors.items():
             self.turn_off(requests[row], name, error)

@@ -58,4 +58,18 @@ class Drafter(Protocol):
 
 def is_lookup(drafter: Drafter) -> bool:
     """Whether the drafter runs no model and may be asked at every step."""
-    return bool(getattr(drafter, "is_lookup", False))
+    try:
+        return bool(getattr(drafter, "is_lookup", False))
+    except Exception:  # anybody's code
+        return False
+
+
+def check_drafter(drafter: object) -> None:
+    """Raise TypeError unless ``drafter`` has what a Drafter has."""
+    has_methods = all(callable(getattr(drafter, name, None)) for name in ("propose", "on_free"))
+    has_name = isinstance(getattr(drafter, "name", None), str)
+    if isinstance(drafter, type) or not has_methods or not has_name:
+        raise TypeError(
+            "drafter: expected an object with a name, propose and on_free, got "
+            f"{drafter!r} (drafters that have a name in the table go to speculate)"
+        )

@@ -8,28 +8,34 @@ from collections.abc import Sequence as Seq
 import torch
 
 from pagedraft.decoding.drafters.base import Drafter, Proposal
+from pagedraft.decoding.failure import describe
 from pagedraft.decoding.sequence import Sequence
 
 
 def propose_safely(
-    drafter: Drafter, sequences: Seq[Sequence], num_drafts: Seq[int], vocab_size: int
+    drafter: Drafter,
+    sequences: Seq[Sequence],
+    num_drafts: Seq[int],
+    vocab_size: int,
+    device: torch.device,
 ) -> tuple[list[Proposal], dict[int, str]]:
     """Return usable drafts a row, and an error message for each row whose drafter failed.
 
     A batch that raises is asked again row by row, so that only the guilty rows lose their drafts.
     Drafts end before the first id that is no token of the target, and at ``num_drafts``.
+    vocab_size, device: of the target's logits, where each q goes.
     """
     errors: dict[int, str] = {}
     try:
-        return _propose(drafter, sequences, num_drafts, vocab_size), errors
+        return _propose(drafter, sequences, num_drafts, vocab_size, device), errors
     except Exception:
         proposed: list[Proposal] = []
     for row, (sequence, k) in enumerate(zip(sequences, num_drafts, strict=True)):
         try:
-            proposed += _propose(drafter, [sequence], [k], vocab_size)
+            proposed += _propose(drafter, [sequence], [k], vocab_size, device)
         except Exception as error:
             proposed.append(Proposal([]))
-            errors[row] = f"{type(error).__name__}: {error}"
+            errors[row] = describe(error)
     return proposed, errors
 
 
@@ -38,30 +44,51 @@ def free_safely(drafter: Drafter, sequence: Sequence) -> str | None:
     try:
         drafter.on_free(sequence)
     except Exception as error:
-        return f"on_free: {type(error).__name__}: {error}"
+        return f"on_free: {describe(error)}"
     return None
 
 
 def _propose(
-    drafter: Drafter, sequences: Seq[Sequence], num_drafts: Seq[int], vocab_size: int
+    drafter: Drafter,
+    sequences: Seq[Sequence],
+    num_drafts: Seq[int],
+    vocab_size: int,
+    device: torch.device,
 ) -> list[Proposal]:
     """Propose, as plain integers: what is emitted later must not be the drafter's own objects."""
-    proposed = drafter.propose(sequences, num_drafts)
+    lengths = [sequence.num_tokens for sequence in sequences]
+    try:
+        proposed = drafter.propose(list(sequences), list(num_drafts))
+    finally:
+        _restore(drafter, sequences, lengths)
     if len(proposed) != len(sequences):
         raise ValueError(f"{drafter.name}: expected {len(sequences)} rows, got {len(proposed)}")
     return [
-        _usable(row if isinstance(row, Proposal) else Proposal(row), k, vocab_size)
+        _usable(row if isinstance(row, Proposal) else Proposal(row), k, vocab_size, device)
         for row, k in zip(proposed, num_drafts, strict=True)
     ]
 
 
-def _usable(proposal: Proposal, k: int, vocab_size: int) -> Proposal:
+def _restore(drafter: Drafter, sequences: Seq[Sequence], lengths: Seq[int]) -> None:
+    """Take back what a drafter appended to a context, and raise ValueError for it."""
+    changed = False
+    for sequence, length in zip(sequences, lengths, strict=True):
+        if sequence.num_tokens != length:
+            del sequence.token_ids[length:]
+            changed = True
+    if changed:
+        raise ValueError(f"{drafter.name}: changed token_ids, which are not a drafter's to change")
+
+
+def _usable(proposal: Proposal, k: int, vocab_size: int, device: torch.device) -> Proposal:
     q_KV, num_drafts = proposal.q_KV, len(proposal.tokens)
-    if q_KV is not None and (q_KV.dtype, q_KV.shape) != (torch.float32, (num_drafts, vocab_size)):
-        raise ValueError(
-            f"q_KV: expected fp32 of shape {(num_drafts, vocab_size)}, got {q_KV.dtype} of "
-            f"{tuple(q_KV.shape)}"
-        )
+    if q_KV is not None:
+        if (q_KV.dtype, q_KV.shape) != (torch.float32, (num_drafts, vocab_size)):
+            raise ValueError(
+                f"q_KV: expected fp32 of shape {(num_drafts, vocab_size)}, got {q_KV.dtype} of "
+                f"{tuple(q_KV.shape)}"
+            )
+        q_KV = q_KV.detach().to(device).contiguous()
     tokens = [operator.index(token) for token in proposal.tokens][:k]
     bad = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), None)
     return cut(Proposal(tokens, q_KV, int(proposal.evidence)), bad)

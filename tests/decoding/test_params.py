@@ -33,6 +33,17 @@ BAD_PARAMS = {
     "negative seed": (ValueError, {"seed": -1}, "seed: .*got -1"),
     "wide seed": (ValueError, {"seed": 2**64}, "seed: expected an integer from 0 to"),
     "negative stop id": (ValueError, {"stop_token_ids": (-5,)}, "stop_token_ids: .*got -5"),
+    "no samples": (ValueError, {"n": 0}, "n: expected an integer from 1 to 1024, got 0"),
+    "negative k": (ValueError, {"k": -1}, "k: expected an integer >= 0, got -1"),
+    "auto k": (TypeError, {"k": "auto"}, "k: expected an integer >= 0, got 'auto'"),
+    "unknown rule": (ValueError, {"accept": "all"}, "accept: expected one of .*got 'all'"),
+    "stop as a number": (TypeError, {"stop": 5}, "stop: expected text or a list of texts, got 5"),
+    "stop ids as stop": (TypeError, {"stop": [5]}, "stop: expected text or a list of texts"),
+    "empty stop": (ValueError, {"stop": ["a", ""]}, "stop: expected texts of at least one char"),
+    "processor": (TypeError, {"logits_processors": [5]}, "logits_processors: expected callables"),
+    "one processor": (TypeError, {"logits_processors": len}, "logits_processors: expected call"),
+    "speculate by name": (TypeError, {"speculate": "off"}, "speculate: expected True or False"),
+    "ignore_eos": (TypeError, {"ignore_eos": "no"}, "ignore_eos: expected True or False"),
     "many logprobs": (ValueError, {"logprobs": 21}, "logprobs: .*from 0 to 20, got 21"),
 }
 
@@ -42,3 +53,14 @@ def test_bad_params_are_named(name):
     error, fields, message = BAD_PARAMS[name]
     with pytest.raises(error, match=message):
         SamplingParams(**fields)
+
+
+def test_what_was_checked_stays():
+    """Lists and mappings are copied: changing them later changes no parameters."""
+    bias, stop, processors = {5: 1.0}, ["a", "a", "b"], [len]
+    params = SamplingParams(logit_bias=bias, stop=stop, logits_processors=processors)
+    bias[-1], stop[0] = float("nan"), ""
+    processors.clear()
+    assert params.logit_bias == {5: 1.0}
+    assert params.stop == ("a", "b")
+    assert params.logits_processors == (len,)

@@ -99,6 +99,15 @@ def boom(output_ids, logits_V):
     raise ArithmeticError("no logits today")
 
 
+class Unsayable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def unsayable(output_ids, logits_V):
+    raise Unsayable
+
+
 WANTED = r"expected to return float32 of shape \(8,\) on cpu, got "
 FAULTS = {
     "raises": (boom, r"boom raised ArithmeticError: no logits today"),
@@ -111,6 +120,9 @@ FAULTS = {
     "nan": (lambda ids, x: x.fill_(torch.nan), "left no token to draw: NaN, or -inf alone"),
     "one nan": (lambda ids, x: x.index_fill_(0, torch.tensor(2), torch.nan), "left no token"),
     "nothing allowed": (lambda ids, x: x.fill_(-torch.inf), "left no token to draw"),
+    "its own row resized": (lambda ids, x: x.resize_(3), WANTED + r"float32 of shape \(3,\)"),
+    "sparse": (lambda ids, x: x.to_sparse(), WANTED + "float32 torch.sparse_coo of shape"),
+    "an error without words": (unsayable, "unsayable raised Unsayable"),
     "a partial": (functools.partial(boom), "partial raised ArithmeticError"),
 }
 

@@ -125,8 +125,10 @@ def test_first_layers_write_what_the_model_writes(saved):
         part.forward(batch, cache)
         pools.append(cache.tensors)
     whole, first = pools
-    assert torch.equal(whole[0], first[0]) and torch.equal(whole[2], first[2])
-    assert whole[1].any() and not first[1].any()
+    assert torch.equal(whole[0], first[0])
+    assert torch.equal(whole[2], first[2])
+    assert whole[1].any()
+    assert not first[1].any()
 
 
 @pytest.mark.parametrize("num_layers", [0, 3])

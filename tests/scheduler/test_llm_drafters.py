@@ -132,3 +132,17 @@ def test_a_failing_drafter_is_turned_off_for_that_request(llm):
     assert completions[0].stats.drafter_errors == ["RuntimeError: no drafts today"]
     assert completions[1].stats.drafter_errors == []
     assert llm.engine.speculation.num_errors == 1
+
+
+NO_DRAFTERS = {
+    "a name": "ngram",
+    "a class": BrokenDrafter,
+    "no methods": object(),
+    "a nameless one": type("Nameless", (BrokenDrafter,), {"name": None})(5),
+}
+
+
+@pytest.mark.parametrize("name", NO_DRAFTERS)
+def test_what_is_no_drafter_is_refused(target, name):
+    with pytest.raises(TypeError, match="drafter: expected an object with a name, propose"):
+        LLM(target, drafter=NO_DRAFTERS[name], kv_tokens=64)

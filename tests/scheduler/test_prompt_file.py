@@ -52,3 +52,17 @@ def test_bad_files_are_named(tmp_path, name):
     path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     with pytest.raises(ValueError, match=message):
         read_prompts(path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "one"}')
+    assert read_prompts(path) == [Prompt(f"{path}:1", "one")]
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.json"])
+def test_a_file_that_is_named_json_holds_no_plain_lines(tmp_path, name):
+    path = tmp_path / name
+    path.write_text('{"prompt": "one",}')
+    with pytest.raises(ValueError, match=rf"{name}:1: expected a JSON object"):
+        read_prompts(path)

@@ -103,3 +103,23 @@ def test_streams_are_of_one_sample(make):
     with pytest.raises(ValueError, match="n: expected 1, got 4"):
         next(llm.stream(PROMPT, SAMPLED))
     assert not llm.engine.has_work
+
+
+def test_an_interrupt_before_the_copy_loses_no_sample(make, monkeypatch):
+    """A fork whose block was not copied would read what another request left there."""
+    expected = outputs(make(), SAMPLED)
+    llm = make()
+    requests = llm.submit_all(PROMPT, SAMPLED)
+
+    def interrupted(tensors, pairs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pagedraft.scheduler.engine.copy_blocks", interrupted)
+        llm.engine.step()
+        with pytest.raises(KeyboardInterrupt):
+            llm.engine.step()
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    assert [request.sequence.output_ids for request in requests] == expected
