@@ -6,7 +6,7 @@ Kalman filter whose state is the curve: neighbouring nodes are believed alike un
 one measurement that is slow for all shows as a slower machine, which moves the whole curve.
 
 **Units**: seconds; tokens, rows and context are counts.
-**Cost**: about 30 us a measurement, 10 us a prediction of many sizes (NumPy, 25 state entries).
+**Cost**: about 20 us a measurement, 10 us a prediction of many sizes (NumPy, 25 state entries).
 **Source**: Kalman, "A New Approach to Linear Filtering and Prediction Problems", 1960.
 """
 
@@ -26,14 +26,14 @@ NUM_FIRST = 3  # steps whose median sets the scale: a first step is often slow
 
 # Beliefs before any measurement, and how fast they change, relative to a plain step.
 PRIOR_SLOPE = 0.01  # of a token: an unmeasured size is believed cheap, so it is tried and measured
-STD_SLOPE = 0.1  # of that slope; these are standard deviations
-STD_BEND = 0.35  # of the difference of two sizes, one twice the other, beyond the slope
+STD_SLOPE = 0.07  # of that slope; these are standard deviations
+STD_BEND = 0.25  # of the difference of two sizes, one twice the other, beyond the slope
 STD_TERM = 0.1
 STD_SCALE = 0.1
 SPEED_DRIFT = 0.01  # a step: standard deviation of the machine's speed
 FORGETTING = 0.0005  # a step: how far what is known of a size goes back to the prior's doubt
 
-FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # standard deviation of a measurement, relative
+FIRST_NOISE, LEAST_NOISE = 0.3, 0.02  # standard deviation of a measurement, relative
 NOISE_SHARE = 0.05  # of the newest step in the tracked noise
 CLIP = 3.0  # standard deviations: what is beyond is likely an interruption
 LEAST = 0.05  # what any step costs
