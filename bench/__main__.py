@@ -1,8 +1,10 @@
-"""``python -m pagedraft.bench [kernels] [attention] [engine] [quality]``: what this machine can do.
+"""``python -m pagedraft.bench [kernels] [attention] [engine] [speculation] [quality]``: what this
+machine can do.
 
 Kernels first (each gated by a comparison with its reference), then a short sweep of attention
-(modelled only, without a CUDA device), then the engine against transformers on the demo model, then
-what quantised weights cost it in quality; a few minutes. ``python -m pagedraft.bench.kernels
+(modelled only, without a CUDA device), then the engine against transformers on the demo model,
+draft lengths against plain decoding, and what quantised weights cost in quality; less than ten
+minutes. ``python -m pagedraft.bench.kernels
 --help`` has the options of one part.
 """
 
@@ -12,12 +14,13 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from pagedraft.bench import engine, kernels, quality
+from pagedraft.bench import engine, kernels, quality, speculation
 
 PARTS: dict[str, Callable[[list[str]], int]] = {
     "kernels": kernels.main,
     "attention": lambda _: kernels.main(["--sweep", "attention", "--select", "short"]),
     "engine": engine.main,
+    "speculation": speculation.main,
     "quality": quality.main,
 }
 

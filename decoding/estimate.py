@@ -143,6 +143,8 @@ def estimate(
     setup = Setup(target, reader.cache, draft, None if own is None else own.cache)
     made = DRAFTERS[name](setup)
     text, num_context = _median_context(texts)
+    if getattr(made, "model", None) is not draft:
+        own = None  # another drafter, which the draft model's reading costs nothing
     costs = measure_costs(reader, made, text, num_context, max_drafts, own, repeats=repeats)
     ks = range(1, max_drafts + 1)
     if is_lookup(made):
@@ -151,7 +153,7 @@ def estimate(
     model = getattr(made, "model", None)
     if not isinstance(model, Transformer):
         raise ValueError(f"drafter: {name!r} is neither a lookup nor drafts with a model")
-    second = own if own is not None and model is draft else Reader(model, num_tokens, kv_dtype)
+    second = own or Reader(model, num_tokens, kv_dtype)
     agreements = [compare(reader, second, text) for text in texts]
     walks = {k: _walk_all(agreements, "equal_n", texts, k) for k in ks}
     rows = _rows("match", walks, costs)

@@ -68,7 +68,7 @@ class SamplingParams:
     ignore_eos: do not end at the model's EOS.
     logprobs: None for none, else how many of the most likely tokens to report beside the chosen
         one, 0 to 20.
-    speculate: False turns drafts off for this request; its output is the same either way.
+    speculate: False turns drafts off for this request.
     k: drafts a step, 0 and more; None leaves the choice to the engine.
     accept: how drafts are judged. "match": a draft counts if it is the token that the target draws;
         the output is that of plain decoding. "rejection", "block": more drafts are accepted when

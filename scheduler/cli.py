@@ -1,4 +1,4 @@
-"""The command line: ``pagedraft demo``, ``pagedraft generate`` and ``pagedraft diff``."""
+"""The command line: ``pagedraft demo``, ``generate``, ``diff`` and ``estimate``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculate",
         default="auto",
-        help="off, or where drafts come from: draft, ngram, suffix, layers; more than one with +",
+        help="auto, off, or drafters: draft, ngram, suffix, layers; more than one with + (auto)",
     )
     parser.add_argument("--k", type=_draft_length, default="auto", help="drafts a step, or auto")
     parser.add_argument("--dtype", default="auto", help="of the weights: bf16, fp16, fp32, auto")

@@ -124,7 +124,8 @@ class Judged:
 def _drafters(args: argparse.Namespace) -> list[str]:
     """The names to judge: those given, else the draft model, else all that need none."""
     if args.drafter is not None:
-        names = list(dict.fromkeys(name.strip() for name in args.drafter.split(",")))
+        parts = args.drafter.replace("+", ",").split(",")
+        names = list(dict.fromkeys(name.strip() for name in parts))
     elif args.draft is not None:
         names = ["draft"]
     else:

@@ -158,6 +158,8 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Like ``generate`` for conversations: lists of {"role", "content"} messages."""
+        if not isinstance(messages, list):
+            raise ValueError(f"messages: expected a list of role and content, got {messages!r}")
         one = bool(messages) and isinstance(messages[0], dict)
         many: list[Any] = [messages] if one else list(messages)
         return self.generate([self.chat_ids(conversation) for conversation in many], params)
@@ -166,6 +168,7 @@ class LLM:
         """Token ids of a conversation under the model's chat template, ready for an answer."""
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise ValueError("messages: the model's folder has no chat template")
+        _check_messages(messages)
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
@@ -246,3 +249,14 @@ class LLM:
         model = load_model(draft, **options)
         check_vocabularies(model, self.target)
         return model
+
+
+def _check_messages(messages: Any) -> None:
+    is_list = isinstance(messages, list) and bool(messages)
+    for index, message in enumerate(messages if is_list else ()):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(
+                f"messages[{index}]: expected a dict with role and content, got {message!r}"
+            )
+    if not is_list:
+        raise ValueError(f"messages: expected a list of role and content, got {messages!r}")

@@ -30,6 +30,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"prompts: {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected UTF-8 text: {error}") from error
     numbered = [(n, line.strip()) for n, line in enumerate(text.split("\n"), start=1)]

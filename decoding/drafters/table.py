@@ -6,7 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from pagedraft.decoding.drafters.base import Drafter
+from pagedraft.decoding.drafters.base import Drafter, check_drafter
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter
 from pagedraft.decoding.drafters.layers import LayersDrafter
 from pagedraft.decoding.drafters.lookup import NgramDrafter
@@ -56,11 +56,19 @@ def drafter_names(speculate: str, *, has_draft: bool) -> list[str]:
     has_draft: whether there is a draft model. Raises ValueError for a name that is not known, is
     given twice, or needs a draft model that is not there.
     """
+    if not isinstance(speculate, str):
+        raise TypeError(
+            f'speculate: expected text, a name or several as "draft+ngram" or "off", got '
+            f"{speculate!r}"
+        )
     if speculate == "off":
         return []
     if speculate == "auto":
         return ["draft", AUTO_LOOKUP] if has_draft else [AUTO_LOOKUP]
-    names = [name.strip() for name in str(speculate).replace(",", "+").split("+")]
+    names = [name.strip() for name in speculate.replace(",", "+").split("+")]
+    alone = next((name for name in names if name in ("auto", "off")), None)
+    if alone is not None:
+        raise ValueError(f"speculate: {alone!r} stands alone, got {speculate!r}")
     for name in names:
         if name not in DRAFTERS:
             known = ["auto", "off", *DRAFTERS]
@@ -79,4 +87,7 @@ def make_drafters(names: Seq[str], setup: Setup) -> list[Drafter]:
     unknown = [name for name in names if name not in DRAFTERS]
     if unknown:
         raise ValueError(f"drafters: expected names of {list(DRAFTERS)}, got {unknown[0]!r}")
-    return [DRAFTERS[name](setup) for name in names]
+    drafters = [DRAFTERS[name](setup) for name in names]
+    for drafter in drafters:
+        check_drafter(drafter)
+    return drafters

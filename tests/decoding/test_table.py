@@ -20,12 +20,14 @@ NAMES = {
     "with commas and blanks": ("suffix, ngram", False, ["suffix", "ngram"]),
 }
 REFUSED = {
-    "unknown": ("eagle", True, "speculate: expected one of .*'draft', 'ngram'.* got 'eagle'"),
+    "unknown": ("eagle", True, "speculate: expected one of .*'draft'.*'ngram'.* got 'eagle'"),
     "unknown in a list": ("ngram+eagle", True, "got 'eagle'"),
     "empty": ("", True, "got ''"),
-    "not text": (None, True, "got 'None'"),
+    "nothing": (None, True, "speculate: expected text, .* got None"),
+    "a truth": (False, True, 'speculate: expected text, .*"off".* got False'),
+    "a list": (["ngram"], True, r"speculate: expected text, .* got \['ngram'\]"),
     "twice": ("ngram+ngram", True, "speculate: expected each drafter once, got 'ngram.ngram'"),
-    "auto in a list": ("auto+ngram", True, "got 'auto'"),
+    "auto in a list": ("auto+ngram", True, "'auto' stands alone, got 'auto.ngram'"),
     "no draft model": ("draft", False, 'speculate: "draft" needs a draft model, got none'),
     "no draft model in a list": ("ngram+draft", False, '"draft" needs a draft model, got none'),
 }
@@ -38,7 +40,7 @@ def test_names(speculate, has_draft, expected):
 
 @pytest.mark.parametrize("speculate, has_draft, message", REFUSED.values(), ids=REFUSED)
 def test_refused(speculate, has_draft, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         drafter_names(speculate, has_draft=has_draft)
 
 
