@@ -61,7 +61,7 @@ def test_a_step_inside_a_step_is_refused(llm):
     while llm.engine.has_work:
         llm.engine.step()
     assert request.finish_reason == "error"
-    assert "called from a callback" in request.error
+    assert "called while a step runs, by a callback" in request.error
 
 
 def test_an_interrupt_inside_a_step_loses_nothing(llm):
