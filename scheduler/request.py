@@ -144,6 +144,7 @@ class Request:
     choice: Choice = OFF
     offers: dict[str, Proposal] = field(default_factory=dict)
     num_drafts: int = 0
+    num_plain_passes: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -116,3 +116,24 @@ def test_only_the_drafter_that_fails_is_turned_off(target):
     assert stats.drafter_errors == ["RuntimeError: no drafts today"]
     assert list(stats.drafters) == ["other"]
     assert llm.engine.speculation.num_errors == 1
+
+
+class Mute(Fixed):
+    """A lookup that finds nothing, and counts how often it is asked."""
+
+    is_lookup = True
+    num_asked = 0
+
+    def propose(self, sequences, num_drafts):
+        self.num_asked += 1
+        return [[] for _ in sequences]
+
+
+@pytest.mark.parametrize("k, num_asked", [("auto", 15 + 6), (3, 38)])
+def test_a_lookup_that_finds_nothing_is_asked_less_often(target, k, num_asked):
+    """40 tokens: the first comes with the prompt, and before the last no draft can be kept."""
+    llm = LLM(target, speculate="off", block_size=8, kv_tokens=256, k=k)
+    drafter = Mute("mute", [])
+    use_drafter(llm, drafter)
+    llm.generate([PROMPT], replace(GREEDY, max_tokens=40))
+    assert drafter.num_asked == num_asked
