@@ -19,6 +19,7 @@ from pagedraft.decoding.sequence import Sequence
 FinishReason = Literal["stop", "length", "abort", "error"]
 OFF = Choice(None, 0, "off", 0.0)
 PROMPT = Choice(None, 0, "prompt", 0.0)
+RESTING = Choice(None, 0, "resting")
 
 
 class Decision(NamedTuple):

@@ -135,5 +135,6 @@ def test_a_lookup_that_finds_nothing_is_asked_less_often(target, k, num_asked):
     llm = LLM(target, speculate="off", block_size=8, kv_tokens=256, k=k)
     drafter = Mute("mute", [])
     use_drafter(llm, drafter)
-    llm.generate([PROMPT], replace(GREEDY, max_tokens=40))
-    assert drafter.num_asked == num_asked
+    stats = llm.generate([PROMPT], replace(GREEDY, max_tokens=40))[0].stats
+    assert drafter.num_asked == stats.skipped["nothing found"] == num_asked
+    assert stats.skipped.get("resting", 0) == 38 - num_asked
