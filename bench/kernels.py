@@ -46,6 +46,7 @@ Row = dict[str, Any]
 
 def measure_case(case: KernelCase, device: torch.device, ceiling: Ceiling, budget: float) -> Row:
     """Gate one case, then time it and its baseline; ``problem`` says why there are no times."""
+    torch.manual_seed(0)  # a case's inputs do not depend on what was measured before
     row: Row = {"op": case.op, "part": case.part, "step": case.step.name, **case.cost._asdict()}
     try:
         inputs = case.inputs()
@@ -143,7 +144,6 @@ def _step_text(step: Row) -> str:
 def run(options: argparse.Namespace) -> int:
     """Measure what ``options`` name, print and save it; return the exit status."""
     device, model = torch.device(options.device), MODELS[options.model]
-    torch.manual_seed(0)
     facts = header(device) | {"model": model.name, "dtype": options.dtype}
     print_header(facts)
     ceiling = measure_ceiling(device, torch.float32 if device.type == "cpu" else DTYPES["bf16"])
