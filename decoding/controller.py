@@ -110,10 +110,6 @@ class DraftController:
         self._drafting_seconds += seconds
         self._pass_time(seconds)
 
-    def predicted_seconds(self, num_tokens: int, num_rows: int, num_context: int) -> float:
-        """Seconds that a step is expected to take, without drafting."""
-        return self.cost.predict_one(num_tokens, num_rows, num_context)
-
     def report(self) -> dict[str, Any]:
         """Choices and errors since the last ``clear_report`` (see ControllerReport)."""
         return self._report.as_dict()
