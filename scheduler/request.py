@@ -125,8 +125,12 @@ class Request:
 
     Set by the submitter: request_id, sequence, params (resolved: no None temperature), stop_ids,
     max_context (tokens), priority (lower runs first), on_tokens, output_text (where stop strings
-    are looked for; None without any), parent (the first of a prompt's n samples, for the others).
-    Set by the engine: arrival, drafters (names of those that may still draft for it), choice and
+    are looked for; None without any), parent (the first of a prompt's n samples, for the others),
+    tenant (whose fair share it counts for), cache_salt (only requests of equal salts share cached
+    KV), ttft_ms and itl_ms (latency targets in milliseconds: until the first token, and between
+    steps that bring tokens; None: none).
+    Set by the engine: arrival, rank (lower runs first, see waiting.py), drafters (names of those
+        that may still draft for it), choice and
     offers (of the next step, see speculation.py), num_drafts (wanted in the next step),
     finish_reason, stop_reason (the stop id or string), error.
     """
@@ -140,7 +144,12 @@ class Request:
     on_tokens: Callable[[list[int]], None] | None = None
     output_text: OutputText | None = None
     parent: Request | None = None
+    tenant: str | None = None
+    cache_salt: str | None = None
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
     arrival: int = -1
+    rank: int = -1
     drafters: tuple[str, ...] = ()
     choice: Choice = OFF
     offers: dict[str, Proposal] = field(default_factory=dict)
