@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedraft.decoding.logit_rules import LogitRules
+from pagedraft.decoding.logit_rules import NEUTRAL, LogitRules
 from pagedraft.decoding.processors import run_processors
 from pagedraft.decoding.sequence import Sequence
 from pagedraft.kernels.sample import process_logits, sample
@@ -27,8 +27,6 @@ from pagedraft.kernels.sample_batch import (
     SampleBatch,
 )
 from pagedraft.kernels.verify_drafts import proposal_seed
-
-_INT64_SIGN = 2**63
 
 
 def draw(
@@ -45,6 +43,18 @@ def draw(
     """
     run_processors(logits_QV, sequences, positions, prefixes)
     return sample(logits_QV, sample_batch(logits_QV.device, sequences, positions, prefixes))
+
+
+def draw_spans(
+    logits_QV: torch.Tensor, sequences: Seq[Sequence], drafts: Seq[Seq[int]]
+) -> torch.Tensor:
+    """Draw at every position of each row's span: ``len(drafts[r]) + 1`` rows of logits each.
+
+    What ``draw`` returns for these rows, without lists of the length of Q where nothing reads them.
+    """
+    if any(map(changes_logits, sequences)):
+        return draw(logits_QV, *rows_of_logits(sequences, drafts))
+    return sample(logits_QV, _span_batch(logits_QV.device, sequences, drafts))
 
 
 def process(
@@ -124,7 +134,7 @@ def _draw_judged(
 
 def seeds(device: torch.device, sequences: Seq[Sequence]) -> torch.Tensor:
     """Their seeds, int64 [len(sequences)]: the 64 bits of each as a signed integer."""
-    return torch.tensor([_signed(sequence.seed) for sequence in sequences], device=device)
+    return torch.tensor([sequence.signed_seed for sequence in sequences], device=device)
 
 
 def changes_logits(sequence: Sequence) -> bool:
@@ -158,6 +168,50 @@ def sample_batch(
         temperature_Q=tensor([s.temperature for s in sequences], torch.float32),
         seed_Q=seeds(device, sequences),
         position_Q=tensor(positions, torch.int64),
+        **optional,
+    )
+
+
+def rows_of_logits(
+    sequences: Seq[Sequence], drafts: Seq[Seq[int]]
+) -> tuple[list[Sequence], list[int], list[Seq[int]] | None]:
+    """Sequence, position and draft prefix of every row of logits; None: nothing reads them."""
+    pairs = list(zip(sequences, drafts, strict=True))
+    row_sequences = [s for s, tokens in pairs for _ in range(len(tokens) + 1)]
+    positions = [s.num_tokens + i for s, tokens in pairs for i in range(len(tokens) + 1)]
+    if not any(map(changes_logits, sequences)):
+        return row_sequences, positions, None
+    prefixes = [tokens[:i] for tokens in drafts for i in range(len(tokens) + 1)]
+    return row_sequences, positions, prefixes
+
+
+def _span_batch(
+    device: torch.device, sequences: Seq[Sequence], drafts: Seq[Seq[int]]
+) -> SampleBatch:
+    """What ``sample_batch`` returns for the spans of sequences that do not change logits."""
+    lengths_R = np.array([len(tokens) + 1 for tokens in drafts])
+    ends_R = np.cumsum(lengths_R)
+    row_Q = np.repeat(np.arange(len(lengths_R)), lengths_R)
+    has_spans = len(row_Q) > len(lengths_R)
+
+    def rows(values: list[Any], dtype: Any) -> torch.Tensor:
+        array = np.array(values, dtype)
+        return torch.from_numpy(array[row_Q] if has_spans else array).to(device, non_blocking=True)
+
+    first_R = np.array([len(s.token_ids) for s in sequences]) - (ends_R - lengths_R)
+    position_Q = first_R[row_Q] + np.arange(len(row_Q))
+    optional: dict[str, Any] = {}
+    rules = [sequence.rules for sequence in sequences]
+    if any(row is not NEUTRAL and row.has_cut for row in rules):
+        optional["top_k_Q"] = rows([row.top_k for row in rules], np.int32)
+        optional["top_p_Q"] = rows([row.top_p for row in rules], np.float32)
+        optional["min_p_Q"] = rows([row.min_p for row in rules], np.float32)
+    if any(sequence.sample_index for sequence in sequences):
+        optional["sample_index_Q"] = rows([s.sample_index for s in sequences], np.int64)
+    return SampleBatch(
+        temperature_Q=rows([s.temperature for s in sequences], np.float32),
+        seed_Q=rows([s.signed_seed for s in sequences], np.int64),
+        position_Q=torch.from_numpy(position_Q).to(device, non_blocking=True),
         **optional,
     )
 
@@ -238,8 +292,3 @@ def _flat(lists: Seq[Seq[Any]]) -> list[Any]:
 
 def _starts(lists: Seq[Seq[Any]]) -> list[int]:
     return [0, *accumulate(len(values) for values in lists)]
-
-
-def _signed(seed: int) -> int:
-    """``seed``, below 2**64, as what an int64 can hold."""
-    return seed - 2 * _INT64_SIGN if seed >= _INT64_SIGN else seed

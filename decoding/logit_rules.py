@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -26,18 +27,18 @@ class LogitRules:
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         """Whether the tokens of the context matter."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
-    @property
+    @cached_property
     def has_cut(self) -> bool:
         """Whether only some of the most probable tokens may be drawn."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
-    @property
+    @cached_property
     def changes_logits(self) -> bool:
         """Whether logits are edited in place before the draw."""
         return bool(self.bias) or self.has_penalties or bool(self.min_tokens and self.stop_ids)

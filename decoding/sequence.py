@@ -8,7 +8,7 @@ from pagedraft.decoding.logit_rules import NEUTRAL, LogitRules, TokenCounts
 from pagedraft.decoding.params import AcceptRule, LogitsProcessor
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """Tokens and state of one request.
 
@@ -36,7 +36,12 @@ class Sequence:
     num_written: int = 0
     num_draft_written: int = 0
     failures: dict[int, str] = field(default_factory=dict)
+    signed_seed: int = field(init=False, repr=False)
     _counts: TokenCounts = field(default_factory=TokenCounts, repr=False)
+
+    def __post_init__(self) -> None:
+        """``signed_seed``: the 64 bits of the seed as what an int64 can hold."""
+        self.signed_seed = self.seed - 2**64 if self.seed >= 2**63 else self.seed
 
     @property
     def num_tokens(self) -> int:
@@ -65,9 +70,11 @@ class Sequence:
         drafts are committed tokens, so what a model wrote for them stays valid.
         """
         self.token_ids.extend(tokens)
-        self.failures.clear()
-        self.num_written = len(self.token_ids) - 1
-        self.num_draft_written = min(self.num_draft_written, len(self.token_ids) - 1)
+        if self.failures:
+            self.failures.clear()
+        self.num_written = written = len(self.token_ids) - 1
+        if self.num_draft_written > written:
+            self.num_draft_written = written
 
     def drop_kv(self) -> None:
         """Forget all KV (preemption): everything is written anew later."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
 import torch
 
 from pagedraft.decoding.drafters.base import Proposal
-from pagedraft.decoding.draw import changes_logits, draw, process, seeds
+from pagedraft.decoding.draw import draw_spans, process, rows_of_logits, seeds
 from pagedraft.decoding.sequence import Sequence
 from pagedraft.kernels.check import check_dtype, check_shape
 from pagedraft.kernels.verify import Verified, verify
@@ -27,10 +28,43 @@ from pagedraft.kernels.verify_rejection import verify_rejection
 Judge = Callable[[torch.Tensor, Drafts], Verified]
 
 
+@dataclass(frozen=True)
+class Verification:
+    """A step's verified rows, still on the device; ``read`` is the one wait for them.
+
+    counts_R: int32 or int64, accepted drafts of each row; None where nobody drafted.
+    order: the row of each entry; None: in order.
+    """
+
+    drafts: list[list[int]]
+    next_token_R: torch.Tensor
+    counts_R: torch.Tensor | None = None
+    order: list[int] | None = None
+
+    def read(self) -> list[list[int]]:
+        """Each row's accepted drafts and the token after them."""
+        if self.counts_R is None:
+            return [[token] for token in self.next_token_R.tolist()]
+        numbers = torch.cat((self.next_token_R, self.counts_R.long())).tolist()
+        num_rows = len(self.drafts)
+        order = range(num_rows) if self.order is None else self.order
+        rows: list[list[int]] = [[]] * num_rows
+        for row, token, count in zip(order, numbers, numbers[num_rows:], strict=False):
+            rows[row] = [*self.drafts[row][:count], token] if count else [token]
+        return rows
+
+
 def verify_rows(
     logits_QV: torch.Tensor, sequences: Seq[Sequence], proposals: Seq[Proposal]
 ) -> list[list[int]]:
-    """Return each row's accepted drafts followed by one more token; a row goes by its ``accept``.
+    """``start_verification(...).read()``."""
+    return start_verification(logits_QV, sequences, proposals).read()
+
+
+def start_verification(
+    logits_QV: torch.Tensor, sequences: Seq[Sequence], proposals: Seq[Proposal]
+) -> Verification:
+    """Find each row's accepted drafts and one more token; a row goes by its ``accept``.
 
     logits_QV: ``len(proposals[r].tokens) + 1`` rows for each sequence, one sequence after another:
         the logits after its last committed token, then after each draft; fp32, [Q, V].
@@ -42,61 +76,50 @@ def verify_rows(
 
     Raises ValueError or TypeError for logits or a q of another shape or dtype.
     """
-    starts = [0, *accumulate(len(proposal.tokens) + 1 for proposal in proposals)]
-    if starts[-1] != logits_QV.shape[0]:
-        raise ValueError(f"logits_QV: expected {starts[-1]} rows, got {logits_QV.shape[0]}")
-    rules = [s.accept if p.tokens else "match" for s, p in zip(sequences, proposals, strict=True)]
-    verified: list[list[int]] = [[]] * len(rules)
-    for rule in dict.fromkeys(rules):
+    drafts = [proposal.tokens for proposal in proposals]
+    num_rows = len(drafts) + sum(map(len, drafts))
+    if num_rows != logits_QV.shape[0]:
+        raise ValueError(f"logits_QV: expected {num_rows} rows, got {logits_QV.shape[0]}")
+    rules = [s.accept if d else "match" for s, d in zip(sequences, drafts, strict=True)]
+    if num_rows == len(drafts):  # no drafts: nothing to compare
+        return Verification(drafts, draw_spans(logits_QV, sequences, drafts))
+    kinds = dict.fromkeys(rules)
+    if len(kinds) == 1:
+        counts_R, next_token_R = _RULES[rules[0]](logits_QV, sequences, proposals)
+        return Verification(drafts, next_token_R, counts_R)
+    starts = [0, *accumulate(len(tokens) + 1 for tokens in drafts)]
+    order: list[int] = []
+    parts: list[Verified] = []
+    for rule in kinds:
         rows = [row for row, other in enumerate(rules) if other == rule]
-        own_QV = logits_QV
-        if len(rows) < len(rules):
-            places = [place for row in rows for place in range(starts[row], starts[row + 1])]
-            own_QV = logits_QV[torch.tensor(places, device=logits_QV.device)]
-        own = _RULES[rule](own_QV, [sequences[row] for row in rows], [proposals[r] for r in rows])
-        for row, tokens in zip(rows, own, strict=True):
-            verified[row] = tokens
-    return verified
+        places = [place for row in rows for place in range(starts[row], starts[row + 1])]
+        own_QV = logits_QV[torch.tensor(places, device=logits_QV.device)]
+        own = [sequences[row] for row in rows], [proposals[row] for row in rows]
+        parts.append(_RULES[rule](own_QV, *own))
+        order += rows
+    counts_R, next_token_R = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Verification(drafts, next_token_R, counts_R, order)
 
 
-def _match(
-    logits_QV: torch.Tensor, sequences: Seq[Sequence], proposals: Seq[Proposal]
-) -> list[list[int]]:
+def _match(logits_QV: torch.Tensor, sequences: Seq[Sequence], proposals: Seq[Proposal]) -> Verified:
     """Draw at every position and compare."""
-    drawn_Q = draw(logits_QV, *_rows_of_logits(sequences, proposals))
-    if len(drawn_Q) == len(sequences):  # no drafts: nothing to compare
-        return [[token] for token in drawn_Q.tolist()]
-    return _tokens(proposals, verify(*_tokens_and_starts(proposals, logits_QV.device), drawn_Q))
+    drawn_Q = draw_spans(logits_QV, sequences, [proposal.tokens for proposal in proposals])
+    return verify(*_tokens_and_starts(proposals, logits_QV.device), drawn_Q)
 
 
 def _judged(
     judge: Judge, logits_QV: torch.Tensor, sequences: Seq[Sequence], proposals: Seq[Proposal]
-) -> list[list[int]]:
+) -> Verified:
     """Make each row's logits those of its distribution and judge the drafts by them."""
-    process(logits_QV, *_rows_of_logits(sequences, proposals))
-    return _tokens(proposals, judge(logits_QV, _drafts(logits_QV, sequences, proposals)))
+    process(logits_QV, *rows_of_logits(sequences, [proposal.tokens for proposal in proposals]))
+    return judge(logits_QV, _drafts(logits_QV, sequences, proposals))
 
 
-_RULES: Mapping[str, Callable[..., list[list[int]]]] = {
+_RULES: Mapping[str, Callable[..., Verified]] = {
     "match": _match,
     "rejection": partial(_judged, verify_rejection),
     "block": partial(_judged, verify_block),
 }
-
-
-def _rows_of_logits(
-    sequences: Seq[Sequence], proposals: Seq[Proposal]
-) -> tuple[list[Sequence], list[int], list[list[int]] | None]:
-    """Sequence, position and draft prefix of every row of logits; None: nothing reads them."""
-    lengths = [len(proposal.tokens) + 1 for proposal in proposals]
-    row_sequences = [s for s, n in zip(sequences, lengths, strict=True) for _ in range(n)]
-    positions = [
-        s.num_tokens + i for s, n in zip(sequences, lengths, strict=True) for i in range(n)
-    ]
-    if not any(map(changes_logits, sequences)):
-        return row_sequences, positions, None
-    prefixes = [p.tokens[:i] for p in proposals for i in range(len(p.tokens) + 1)]
-    return row_sequences, positions, prefixes
 
 
 def _tokens_and_starts(
@@ -109,15 +132,6 @@ def _tokens_and_starts(
         torch.tensor(tokens, dtype=torch.int64, device=device),
         torch.tensor(starts, dtype=torch.int32, device=device),
     )
-
-
-def _tokens(proposals: Seq[Proposal], verified: Verified) -> list[list[int]]:
-    """The accepted drafts of each row and the token after them."""
-    counts, next_tokens = (result.tolist() for result in verified)
-    return [
-        [*proposal.tokens[:count], token]
-        for proposal, count, token in zip(proposals, counts, next_tokens, strict=True)
-    ]
 
 
 def _drafts(logits_QV: torch.Tensor, sequences: Seq[Sequence], proposals: Seq[Proposal]) -> Drafts:

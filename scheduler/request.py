@@ -119,7 +119,7 @@ class RequestStats:
         return total / self.num_passes if self.num_passes else 0.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """One request on its way through the engine.
 
@@ -130,9 +130,9 @@ class Request:
     KV), ttft_ms and itl_ms (latency targets in milliseconds: until the first token, and between
     steps that bring tokens; None: none).
     Set by the engine: arrival, rank (lower runs first, see waiting.py), drafters (names of those
-        that may still draft for it), choice and
-    offers (of the next step, see speculation.py), num_drafts (wanted in the next step),
-    finish_reason, stop_reason (the stop id or string), error.
+        that may still draft for it), choice and offers (of the next step, see speculation.py),
+        num_drafts (wanted in the next step), row (its row of the block table, -1: none),
+        finish_reason, stop_reason (the stop id or string), error.
     """
 
     request_id: str
@@ -155,6 +155,7 @@ class Request:
     offers: dict[str, Proposal] = field(default_factory=dict)
     num_drafts: int = 0
     num_plain_passes: int = 0
+    row: int = -1
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
