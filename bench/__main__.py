@@ -1,11 +1,10 @@
-"""``python -m pagedraft.bench [kernels] [attention] [engine] [speculation] [quality]``: what this
-machine can do.
+"""``python -m pagedraft.bench [PART ...]``: what this machine can do.
 
 Kernels first (each gated by a comparison with its reference), then a short sweep of attention
 (modelled only, without a CUDA device), then the engine against transformers on the demo model,
-draft lengths against plain decoding, and what quantised weights cost in quality; less than ten
-minutes. ``python -m pagedraft.bench.kernels
---help`` has the options of one part.
+its host time beside a fake model, draft lengths against plain decoding, and what quantised weights
+cost in quality; less than ten minutes. ``python -m pagedraft.bench.kernels --help`` has the options
+of one part.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from pagedraft.bench import engine, kernels, quality, speculation
+from pagedraft.bench import engine, kernels, overhead, quality, speculation
 
 PARTS: dict[str, Callable[[list[str]], int]] = {
     "kernels": kernels.main,
     "attention": lambda _: kernels.main(["--sweep", "attention", "--select", "short"]),
     "engine": engine.main,
+    "overhead": overhead.main,
     "speculation": speculation.main,
     "quality": quality.main,
 }

@@ -1,0 +1,251 @@
+"""Host time of an engine step, beside a fake model on the CPU: what the device waits for.
+
+    python -m pagedraft.bench.overhead [--rows 64] [--contexts 128] [--k 0 4] [--profile]
+
+The real engine schedules, lays out batches, draws, verifies and commits; the model is a table of
+logits over 64 tokens (overhead_bed.py), whose own time is subtracted. The sampler's kernels count
+as host time: at that vocabulary their arithmetic is next to nothing, what remains is launching
+them. Rows are greedy unless ``--temperature`` says otherwise. Contexts take turns, so that they
+see the same machine. In every other step the functions of the engine are wrapped to find the
+parts (overhead_parts.py); the totals are those of the steps between. Times are CPU time of the
+thread, with wall time beside.
+
+"turnover": answers of 200 tokens, so that requests end and start; elsewhere all rows decode,
+and enter new blocks as they go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagedraft.bench.overhead_bed import Bed, Case
+from pagedraft.bench.overhead_parts import COMMIT, HOST_PARTS, PLAN, Probes
+from pagedraft.bench.overhead_profile import print_profile
+from pagedraft.bench.report import header, print_header, results_folder, write_json
+from pagedraft.bench.table import print_table
+
+ROWS, CONTEXTS, DRAFTS = (1, 16, 64, 256), (128, 32_768), (0, 4)
+ANSWER = 200  # tokens, where requests end
+NUM_STEPS = {1: 240, 16: 200, 64: 100, 256: 50}  # of a case, half of them with probes
+# What the project aims at, in microseconds a step: all host work, and plan and commit together.
+HOST_LIMITS = {64: 500.0, 256: 2000.0}
+PLAN_COMMIT_LIMITS = {64: 100.0, 256: 400.0}
+CONTEXT_LIMIT = 1.15
+
+
+@dataclass
+class Result:
+    """One case. Lists are microseconds, one entry a step.
+
+    host, wall: all of a step but the model, in CPU and wall time, of the steps without probes.
+    parts: CPU time by part, of the steps with probes.
+    """
+
+    case: Case
+    host: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    accepted: float | None = None
+    num_ended: int = 0
+
+    def part(self, *names: str) -> float:
+        """Median of the steps' sums over these parts."""
+        return median(map(sum, zip(*[self.parts[name] for name in names], strict=True)))
+
+    @property
+    def verdict(self) -> str:
+        """Whether the limits for so many rows are kept; "-" where there are none."""
+        rows = self.case.rows
+        if rows not in HOST_LIMITS:
+            return "-"
+        misses = []
+        if median(self.host) > HOST_LIMITS[rows]:
+            misses.append(f"host > {HOST_LIMITS[rows]:.0f}")
+        if self.part(PLAN, COMMIT) > PLAN_COMMIT_LIMITS[rows]:
+            misses.append(f"plan+commit > {PLAN_COMMIT_LIMITS[rows]:.0f}")
+        return "fail: " + ", ".join(misses) if misses else "pass"
+
+    def document(self) -> dict[str, Any]:
+        """What goes to the JSON: medians and percentiles."""
+        return {
+            **asdict(self.case),
+            "host_us": _percentiles(self.host),
+            "wall_us": _percentiles(self.wall),
+            "parts_us": {name: _percentiles(values) for name, values in self.parts.items()},
+            "plan_commit_us": round(self.part(PLAN, COMMIT), 2),
+            "accepted": self.accepted,
+            "ended": self.num_ended,
+            "verdict": self.verdict,
+        }
+
+
+def measure(cases: Sequence[Case], num_steps: int, probes: Probes) -> list[Result]:
+    """Step all cases in turn, so that they see the same machine."""
+    beds = [Bed(case, num_steps) for case in cases]
+    results = [Result(case, parts={name: [] for name in HOST_PARTS}) for case in cases]
+    gc.collect()
+    for index in range(num_steps):
+        for bed, result in zip(beds, results, strict=True):
+            bed.prepare()
+            if index % 2:
+                with probes.installed():
+                    spent = probes.measure(bed.step)
+                for name in HOST_PARTS:
+                    result.parts[name].append(spent[name] / 1e3)
+            else:
+                _time_step(bed, result)
+    for bed, result in zip(beds, results, strict=True):
+        bed.check()
+        result.accepted, result.num_ended = bed.accepted, bed.num_ended
+    return results
+
+
+def _time_step(bed: Bed, result: Result) -> None:
+    target = bed.target
+    target.cpu_ns = target.wall_ns = 0
+    wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+    bed.step()
+    result.host.append((time.thread_time_ns() - cpu - target.cpu_ns) / 1e3)
+    result.wall.append((time.perf_counter_ns() - wall - target.wall_ns) / 1e3)
+
+
+def groups(options: argparse.Namespace) -> Iterator[list[Case]]:
+    """The cases that take turns: contexts of the same rows and k, and turnover at the shortest."""
+    shared = {"block_size": options.block_size, "temperature": options.temperature}
+    for rows in options.rows:
+        for k in options.k:
+            steady = [Case(rows, context, k, **shared) for context in options.contexts]
+            shortest = min(options.contexts)
+            yield [*steady, Case(rows, shortest, k, answer=ANSWER, **shared)]
+
+
+def profiled(options: argparse.Namespace) -> list[Case]:
+    """The cases of ``--profile``: 64 rows where none are named, at the shortest context."""
+    rows = (64,) if options.rows is ROWS else options.rows
+    shape = (min(options.contexts), options.block_size, options.temperature)
+    return [
+        Case(row, shape[0], k, block_size=shape[1], temperature=shape[2])
+        for row in rows
+        for k in options.k
+    ]
+
+
+def cells(result: Result) -> list[str]:
+    """One line of the table."""
+    case = result.case
+    low, middle, high = _percentiles(result.host)
+    return [
+        str(case.rows),
+        f"{case.context}{'' if case.answer is None else ' turnover'}",
+        str(case.k),
+        f"{middle:.0f} [{low:.0f} {high:.0f}]",
+        f"{median(result.wall):.0f}",
+        *[f"{result.part(name):.0f}" for name in HOST_PARTS],
+        f"{result.part(PLAN, COMMIT):.0f}",
+        "-" if result.accepted is None else f"{result.accepted:.2f}",
+        result.verdict,
+    ]
+
+
+def context_ratios(results: Sequence[Result]) -> dict[str, float]:
+    """Host time at the longest context over that at the shortest, by rows and k."""
+    steady = [result for result in results if result.case.answer is None]
+    ratios = {}
+    for shape in dict.fromkeys((result.case.rows, result.case.k) for result in steady):
+        same = [result for result in steady if (result.case.rows, result.case.k) == shape]
+        same.sort(key=lambda result: result.case.context)
+        if len(same) > 1:
+            ratio = median(same[-1].host) / median(same[0].host)
+            ratios[f"{shape[0]} rows, k={shape[1]}"] = ratio
+    return ratios
+
+
+def show(results: Sequence[Result]) -> None:
+    """Print the table, the ratios of contexts, and what was aimed at."""
+    headers = ["rows", "context", "k", "host", "wall", *HOST_PARTS, "plan+commit"]
+    headers += ["accepted", "verdict"]
+    title = "Host time of a step, us, median [p20 p80]"
+    print_table(title, headers, [cells(result) for result in results])
+    ratios = context_ratios(results)
+    rows = [
+        [name, f"{ratio:.2f}", "pass" if ratio <= CONTEXT_LIMIT else "fail"]
+        for name, ratio in ratios.items()
+    ]
+    if rows:
+        print_table("Longest context over shortest", ["case", "ratio", "verdict"], rows)
+    print(
+        f"\naims: host <= {HOST_LIMITS[64]:.0f} us at 64 rows, {HOST_LIMITS[256]:.0f} at 256; plan "
+        f"and commit together <= {PLAN_COMMIT_LIMITS[64]:.0f} and {PLAN_COMMIT_LIMITS[256]:.0f}; "
+        f"contexts within {CONTEXT_LIMIT - 1:.0%}\n"
+        "rest: statistics, learning from drafts, callbacks, publishing, ends"
+    )
+
+
+def _percentiles(values: Sequence[float]) -> list[float]:
+    """The 20th, 50th and 80th."""
+    return [round(float(value), 2) for value in np.percentile(values, (20, 50, 80))]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """CPU time of the thread is all of it only if no other one helps."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m pagedraft.bench.overhead")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, help="tokens")
+    parser.add_argument("--k", nargs="+", type=int, default=DRAFTS, help="drafts a row")
+    parser.add_argument("--steps", type=int, default=None, help="of every case")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="only print the dearest functions: 64 rows and each k unless --rows, --k say others",
+    )
+    parser.add_argument("--out", default=None, help="folder for the JSON")
+    options = parser.parse_args(arguments)
+    with _one_thread(), torch.inference_mode():
+        if options.profile:
+            for case in profiled(options):
+                print_profile(case, options.steps or 100)
+            return 0
+        facts = header(torch.device("cpu"))
+        print_header(facts)
+        probes, results = Probes(), []
+        for group in groups(options):
+            steps = options.steps or NUM_STEPS.get(group[0].rows, 100)
+            results += measure(group, steps, probes)
+    show(results)
+    document = {"bench": "overhead", **facts, "block_size": options.block_size}
+    document["rows"] = [result.document() for result in results]
+    document["context_ratios"] = context_ratios(results)
+    folder = Path(options.out) if options.out else results_folder(torch.device("cpu"))
+    write_json(folder / "overhead.json", document)
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
