@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 
 from pagedraft.kernels.paged_attention_launch import SharedPrefixes
-from pagedraft.model.shared_prefix import find_runs, shared_prefixes
+from pagedraft.model.shared_prefix import Run, find_runs, shared_prefixes
 
 NULL_BLOCK = 0
+ALIGN = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class StepBatch:
     positions_T: int64 position of each token in its own context; 0 for padding.
     slots_T: int64 physical slot, block * block_size + offset; padding has those of the
         null block, where nothing is stored.
-    query_starts_R1: int32 prefix sums of the span lengths; padding lies after the last.
+    query_starts_R1: int32 prefix sums of the span lengths; padding lies after the last. A row's
+        span may be empty.
     kv_lens_R: int32 context length of each row after this step's tokens are written.
     block_table_RM: int32 blocks of each row, filled up with the null block.
     logit_rows_Q: int64 indices into the T axis of the tokens that need logits, padded with 0.
@@ -83,44 +87,119 @@ def build_step_batch(
     _check_spans(spans, block_size)
     lengths = np.array([len(span.token_ids) for span in spans])
     starts = np.array([span.start for span in spans])
-    num_tokens = int(lengths.sum())
-    padded = _round_up(num_tokens, row_multiple)
-    query_starts = np.concatenate(([0], np.cumsum(lengths)))
-
-    width = max(-(-(span.start + len(span.token_ids)) // block_size) for span in spans)
+    width = int((-(-(starts + lengths) // block_size)).max())
     table = np.full((len(spans), width), NULL_BLOCK, dtype=np.int32)
     for row, span in enumerate(spans):
         used = -(-(span.start + len(span.token_ids)) // block_size)
         table[row, :used] = span.block_ids[:used]
+    is_shared = bool((table[1:, 0] == table[:-1, 0]).any())
+    runs = find_runs([span.block_ids for span in spans], starts.tolist(), block_size)
+    return lay_out(
+        [token for span in spans for token in span.token_ids],
+        lengths,
+        starts,
+        np.array([span.num_logits for span in spans]),
+        table,
+        block_size=block_size,
+        device=device,
+        row_multiple=row_multiple,
+        runs=runs if is_shared else (),
+    )
 
-    rows = np.repeat(np.arange(len(spans)), lengths)
-    tokens = np.zeros(padded, dtype=np.int64)
-    tokens[:num_tokens] = [token for span in spans for token in span.token_ids]
-    positions = np.zeros(padded, dtype=np.int64)
-    positions[:num_tokens] = np.arange(num_tokens) - query_starts[rows] + starts[rows]
-    slots = np.zeros(padded, dtype=np.int64)
-    blocks = table[rows, positions[:num_tokens] // block_size].astype(np.int64)
-    slots[:num_tokens] = blocks * block_size + positions[:num_tokens] % block_size
-    runs = find_runs([span.block_ids for span in spans], [span.start for span in spans], block_size)
-    logit_rows, num_logits = _logit_rows(spans, query_starts, num_tokens, padded, row_multiple)
 
-    def to_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+def lay_out(
+    tokens: Sequence[int],
+    lengths_R: np.ndarray,
+    starts_R: np.ndarray,
+    num_logits_R: np.ndarray,
+    table_RM: np.ndarray,
+    *,
+    block_size: int,
+    device: torch.device,
+    row_multiple: int = 1,
+    runs: Sequence[Run] = (),
+    device_table_RM: torch.Tensor | None = None,
+) -> StepBatch:
+    """The step of rows whose spans are given by their lengths, starts and numbers of logits.
 
+    tokens: of all spans, one after another; a row may have none. table_RM: int32, the blocks of
+    each row, at least as many as it uses; device_table_RM: the same on the device, if it is there.
+    Unchecked: what does not fit together gives a wrong step.
+    """
+    num_rows, num_tokens = len(lengths_R), len(tokens)
+    padded = _round_up(num_tokens, row_multiple)
+    query_starts = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum(lengths_R, out=query_starts[1:])
+    kv_lens = starts_R + lengths_R
+    has_spans = num_tokens != num_rows or int(lengths_R.max()) > 1
+    row_T = np.repeat(np.arange(num_rows), lengths_R) if has_spans else np.arange(num_rows)
+    first_R = starts_R - query_starts[:-1]  # position of token t of row r is first_R[r] + t
+
+    num_logits = int(num_logits_R.sum())
+    padded_logits = padded if num_logits == num_tokens else _round_up(num_logits, row_multiple)
+    long_sizes = (padded, padded, padded, padded_logits)
+    longs, (tokens_T, positions_T, slots_T, logit_rows_Q) = _sections(long_sizes, np.int64)
+    tokens_T[:num_tokens] = tokens
+    positions = positions_T[:num_tokens]
+    np.add(first_R[row_T], np.arange(num_tokens), out=positions)
+    block_T = table_RM[row_T, positions // block_size]
+    slots_T[:num_tokens] = block_T * np.int64(block_size) + positions % block_size
+    if num_logits == num_tokens:
+        logit_rows_Q[:] = np.arange(padded)
+    elif num_logits:
+        last_R = query_starts[1:] - np.cumsum(num_logits_R)
+        logit_rows_Q[:num_logits] = np.repeat(last_R, num_logits_R) + np.arange(num_logits)
+
+    int_sizes = (num_rows + 1, num_rows)
+    ints, (query_starts_R1, kv_lens_R) = _sections(int_sizes, np.int32)
+    query_starts_R1[:] = query_starts
+    kv_lens_R[:] = kv_lens
+
+    tokens_on, positions_on, slots_on, logit_rows_on = _to_device(longs, long_sizes, device)
+    query_starts_on, kv_lens_on = _to_device(ints, int_sizes, device)
+    if device_table_RM is None:
+        device_table_RM = torch.from_numpy(table_RM).to(device, non_blocking=True)
     return StepBatch(
-        tokens_T=to_device(tokens),
-        positions_T=to_device(positions),
-        slots_T=to_device(slots),
-        query_starts_R1=to_device(query_starts.astype(np.int32)),
-        kv_lens_R=to_device((starts + lengths).astype(np.int32)),
-        block_table_RM=to_device(table),
-        logit_rows_Q=to_device(logit_rows),
+        tokens_T=tokens_on,
+        positions_T=positions_on,
+        slots_T=slots_on,
+        query_starts_R1=query_starts_on,
+        kv_lens_R=kv_lens_on,
+        block_table_RM=device_table_RM,
+        logit_rows_Q=logit_rows_on,
         num_tokens=num_tokens,
         num_logits=num_logits,
-        max_query_len=int(lengths.max()),
-        max_kv_len=int((starts + lengths).max()),
-        shared=shared_prefixes(table, query_starts, runs, device),
+        max_query_len=int(lengths_R.max()),
+        max_kv_len=int(kv_lens.max()),
+        shared=shared_prefixes(table_RM, query_starts, runs, device) if runs else None,
     )
+
+
+def _sections(sizes: Sequence[int], dtype: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Zeros for several arrays, one after another: one copy moves them all.
+
+    Each begins at a multiple of ALIGN bytes, as a tensor of its own would, so that kernels compiled
+    for aligned pointers take them.
+    """
+    starts = _section_starts(sizes, np.dtype(dtype).itemsize)
+    memory = np.zeros(starts[-1], dtype=dtype)
+    return memory, [
+        memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
+    ]
+
+
+def _to_device(
+    memory: np.ndarray, sizes: Sequence[int], device: torch.device
+) -> list[torch.Tensor]:
+    """The arrays of ``_sections`` as tensors."""
+    moved = torch.from_numpy(memory).to(device, non_blocking=True)
+    starts = _section_starts(sizes, memory.itemsize)
+    return [moved[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
+def _section_starts(sizes: Sequence[int], itemsize: int) -> list[int]:
+    multiple = ALIGN // itemsize
+    return [0, *accumulate(_round_up(size, multiple) for size in sizes)]
 
 
 def _check_spans(spans: Sequence[Span], block_size: int) -> None:
@@ -138,26 +217,6 @@ def _check_spans(spans: Sequence[Span], block_size: int) -> None:
                 f"spans[{row}]: tokens {span.start} to {span.start + length} do not fit the "
                 f"{len(span.block_ids)} blocks of {block_size} tokens it owns"
             )
-
-
-def _logit_rows(
-    spans: Sequence[Span],
-    query_starts: np.ndarray,
-    num_tokens: int,
-    padded: int,
-    row_multiple: int,
-) -> tuple[np.ndarray, int]:
-    """Rows of the T axis that need logits, padded; all T rows in order if every token does."""
-    num_logits = sum(span.num_logits for span in spans)
-    if num_logits == num_tokens:
-        return np.arange(padded), num_logits
-    rows = np.zeros(_round_up(num_logits, row_multiple), dtype=np.int64)
-    if num_logits:
-        ends = query_starts[1:]
-        rows[:num_logits] = np.concatenate(
-            [np.arange(end - span.num_logits, end) for span, end in zip(spans, ends, strict=True)]
-        )
-    return rows, num_logits
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -6,7 +6,7 @@ run once for all its rows, where that pays (paged_attention_launch.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,12 +37,28 @@ def find_runs(
     block_ids: of each row. num_cached: tokens of each row that lie before its first query; later
     ones are no prefix of all its queries. Shared keys count in whole segments.
     """
+    return _runs(
+        num_cached, lambda first, row: _common_keys(block_ids[first], block_ids[row], block_size)
+    )
+
+
+def runs_of(num_cached: Sequence[int], common_R: Sequence[int]) -> list[Run]:
+    """``find_runs`` where the keys that each row shares with the one before it are known.
+
+    Three rows count as sharing what each shares with the next, which is all they share but for rare
+    cases.
+    """
+    return _runs(num_cached, lambda first, row: min(common_R[first + 1 : row + 1]))
+
+
+def _runs(num_cached: Sequence[int], common_keys: Callable[[int, int], int]) -> list[Run]:
+    """common_keys(first, row): of the blocks that two rows of a run share."""
     runs: list[Run] = []
-    for row, blocks in enumerate(block_ids):
+    for row in range(len(num_cached)):
         if runs:
             run = runs[-1]
             known = num_cached[run.first] if run.end - run.first == 1 else run.num_keys
-            common = _common_keys(block_ids[run.first], blocks, block_size)
+            common = common_keys(run.first, row)
             common = min(common, known, num_cached[row]) // SEGMENT * SEGMENT
             longer = Run(run.first, row + 1, common)
             if longer.num_saved_keys > run.num_saved_keys:

@@ -1,0 +1,171 @@
+"""The running requests as rows of a step: who is in which row, and what a step feeds.
+
+A request keeps its row while it runs (``Request.row``), so the block table is updated in place and
+a step costs the host what its tokens cost, whatever the contexts. A row that a plan leaves out has
+an empty span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pagedraft.decoding.drafters.base import Proposal
+from pagedraft.kernels.paged_attention_config import SEGMENT
+from pagedraft.model.batch import StepBatch, lay_out
+from pagedraft.model.row_table import RowTable
+from pagedraft.model.shared_prefix import Run, runs_of
+from pagedraft.scheduler.request import Request
+
+NOTHING = Proposal([])
+
+
+class Step(NamedTuple):
+    """What one forward pass takes, and whose logits it returns: ``sampled`` in order, with drafts.
+
+    unfinished: requests whose prompt goes on, and tokens fed of it.
+    """
+
+    batch: StepBatch
+    sampled: list[Request]
+    proposals: list[Proposal]
+    unfinished: list[tuple[Request, int]]
+
+
+class _Spans:
+    """What the rows of a step feed, row by row."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.lengths: list[int] = []
+        self.starts: list[int] = []
+        self.num_logits: list[int] = []
+        self.sampled: list[Request] = []
+        self.proposals: list[Proposal] = []
+        self.unfinished: list[tuple[Request, int]] = []
+
+    def add_none(self) -> None:
+        """A row that feeds nothing."""
+        self.lengths.append(0)
+        self.starts.append(0)
+        self.num_logits.append(0)
+
+    def add(self, request: Request, num_tokens: int, proposal: Proposal) -> None:
+        """A row that feeds so many tokens, if these reach its last one its drafts, too."""
+        sequence = request.sequence
+        token_ids, start = sequence.token_ids, sequence.num_written
+        self.starts.append(start)
+        pending = len(token_ids) - start
+        if num_tokens < pending:
+            self.tokens += token_ids[start : start + num_tokens]
+            self.lengths.append(num_tokens)
+            self.num_logits.append(0)
+            self.unfinished.append((request, num_tokens))
+            return
+        drafts = proposal.tokens
+        self.tokens += token_ids[start:]
+        self.tokens += drafts
+        self.lengths.append(pending + len(drafts))
+        self.num_logits.append(1 + len(drafts))
+        self.sampled.append(request)
+        self.proposals.append(proposal)
+
+
+class Rows:
+    """Lays out steps of the running requests.
+
+    max_blocks: most blocks of one request. row_multiple: see ``lay_out``.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks: int,
+        *,
+        block_size: int,
+        device: torch.device,
+        row_multiple: int,
+    ) -> None:
+        self._table = RowTable(max_rows, max_blocks, device)
+        self._requests: list[Request] = []
+        self._layout = {"block_size": block_size, "device": device, "row_multiple": row_multiple}
+        self._block_size = block_size
+        self._common_R: np.ndarray | None = None  # keys that a row shares with the one before it
+        self._runs: list[Run] | None = None  # of rows whose prompts are written
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def join(self, request: Request) -> None:
+        """Give a request a row."""
+        request.row = self._table.join()
+        self._requests.append(request)
+        self._common_R = self._runs = None
+
+    def leave(self, request: Request) -> None:
+        """Take the row of a request that no longer runs; a no-op without one."""
+        if request.row < 0:
+            return
+        self._table.leave(request.row)
+        last = self._requests.pop()
+        if last is not request:
+            self._requests[request.row] = last
+            last.row = request.row
+        request.row = -1
+        self._common_R = self._runs = None
+
+    def lay_out(
+        self, scheduled: Mapping[Request, int], proposals: Mapping[Request, Proposal]
+    ) -> Step:
+        """The step of a plan: the pending tokens it schedules of each request, then its drafts."""
+        spans = _Spans()
+        for request in self._requests:
+            num_tokens = scheduled.get(request, 0)
+            if num_tokens == 0:
+                spans.add_none()
+                continue
+            self._table.extend(request.row, request.sequence.block_ids)
+            spans.add(request, num_tokens, proposals.get(request, NOTHING))
+        starts_R = np.array(spans.starts)
+        num_columns = max(len(request.sequence.block_ids) for request in scheduled)
+        batch = lay_out(
+            spans.tokens,
+            np.array(spans.lengths),
+            starts_R,
+            np.array(spans.num_logits),
+            self._table.host_RM[: len(starts_R)],
+            runs=self._shared_runs(starts_R),
+            device_table_RM=self._table.on_device(num_columns),
+            **self._layout,
+        )
+        return Step(batch, spans.sampled, spans.proposals, spans.unfinished)
+
+    def _shared_runs(self, num_cached_R: np.ndarray) -> list[Run]:
+        """Runs of neighbouring rows that begin with the same blocks.
+
+        What two rows share is settled when the later one joins, so it is found once for a set of
+        rows, and runs only change with it or while prompts are written.
+        """
+        if self._common_R is None:
+            self._common_R = self._find_common()
+        if not self._common_R.any():
+            return []
+        if self._runs is not None:
+            return self._runs
+        runs = runs_of(num_cached_R.tolist(), self._common_R.tolist())
+        if (num_cached_R >= self._common_R.max()).all():
+            self._runs = runs
+        return runs
+
+    def _find_common(self) -> np.ndarray:
+        table_RM = self._table.host_RM[: len(self._requests)]
+        common_R = np.zeros(len(self._requests), dtype=np.int64)
+        for row in np.flatnonzero(table_RM[1:, 0] == table_RM[:-1, 0]) + 1:
+            count = min(len(r.sequence.block_ids) for r in self._requests[row - 1 : row + 1])
+            differs = np.flatnonzero(table_RM[row, :count] != table_RM[row - 1, :count])
+            count = int(differs[0]) if len(differs) else count
+            common_R[row] = count * self._block_size // SEGMENT * SEGMENT
+        return common_R
