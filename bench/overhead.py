@@ -17,7 +17,6 @@ and enter new blocks as they go.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import time
@@ -31,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedraft.bench.overhead_bed import Bed, Case
+from pagedraft.bench.overhead_bed import Bed, Case, set_up_is_no_garbage
 from pagedraft.bench.overhead_parts import COMMIT, HOST_PARTS, PLAN, Probes
 from pagedraft.bench.overhead_profile import print_profile
 from pagedraft.bench.report import header, print_header, results_folder, write_json
@@ -96,21 +95,25 @@ def measure(cases: Sequence[Case], num_steps: int, probes: Probes) -> list[Resul
     """Step all cases in turn, so that they see the same machine."""
     beds = [Bed(case, num_steps) for case in cases]
     results = [Result(case, parts={name: [] for name in HOST_PARTS}) for case in cases]
-    gc.collect()
-    for index in range(num_steps):
-        for bed, result in zip(beds, results, strict=True):
-            bed.prepare()
-            if index % 2:
-                with probes.installed():
-                    spent = probes.measure(bed.step)
-                for name in HOST_PARTS:
-                    result.parts[name].append(spent[name] / 1e3)
-            else:
-                _time_step(bed, result)
+    with set_up_is_no_garbage():
+        for index in range(num_steps):
+            for bed, result in zip(beds, results, strict=True):
+                bed.prepare()
+                if index % 2:
+                    _time_parts(bed, result, probes)
+                else:
+                    _time_step(bed, result)
     for bed, result in zip(beds, results, strict=True):
         bed.check()
         result.accepted, result.num_ended = bed.accepted, bed.num_ended
     return results
+
+
+def _time_parts(bed: Bed, result: Result, probes: Probes) -> None:
+    with probes.installed():
+        spent = probes.measure(bed.step)
+    for name in HOST_PARTS:
+        result.parts[name].append(spent[name] / 1e3)
 
 
 def _time_step(bed: Bed, result: Result) -> None:

@@ -7,8 +7,10 @@ emitted is the same in every run, whatever it costs.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +110,19 @@ class EndDrafter(IndexedDrafter):
         super().__init__(EndIndex, index_tokens=NO_LIMIT)
 
 
+def make_engine(
+    target: FakeTarget, *, max_rows: int, num_blocks: int, block_size: int, k: int = 0
+) -> Engine:
+    """An engine over the fake model; ``k`` drafts a row by suffix lookup, none with 0."""
+    return Engine(
+        target,  # type: ignore[arg-type]
+        [FakeCache(num_blocks, block_size)],  # type: ignore[list-item]
+        drafters=[EndDrafter()] if k else [],
+        controller=DraftController(k),
+        max_rows=max_rows,
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """One configuration. context: tokens of the prompts; k: drafts a row, 0 for none.
@@ -129,6 +144,21 @@ class Case:
         return f"{self.rows} rows, context {self.context}{turnover}, k={self.k}"
 
 
+@contextmanager
+def set_up_is_no_garbage() -> Iterator[None]:
+    """Keep the collector from walking what was made before: prompts, indexes, PyTorch itself.
+
+    One such walk takes as long as many steps, and falls on any of them. What the steps make is
+    collected as ever.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class Bed:
     """An engine in a steady state of one case: all rows decode, at staggered places in blocks."""
 
@@ -138,14 +168,12 @@ class Bed:
         capacity = case.context + self.num_new + 1
         self.target = FakeTarget(capacity + case.k)
         blocks_a_row = -(-capacity // case.block_size) + 1
-        cache = FakeCache(1 + case.rows * blocks_a_row, case.block_size)
-        self.engine = Engine(
-            self.target,  # type: ignore[arg-type]
-            [cache],  # type: ignore[list-item]
-            drafters=[EndDrafter()] if case.k else [],
-            controller=DraftController(case.k),
-            token_budget=NO_LIMIT,
+        self.engine = make_engine(
+            self.target,
             max_rows=case.rows,
+            num_blocks=1 + case.rows * blocks_a_row,
+            block_size=case.block_size,
+            k=case.k,
         )
         self.requests: list[Request] = []
         self.num_ended = 0
@@ -156,6 +184,7 @@ class Bed:
         """Admit all prompts at once, and take the first steps."""
         for _ in range(self.case.rows):
             self.engine.add(self._request())
+        self.engine.token_budget = NO_LIMIT
         self.engine.step()
         self.engine.token_budget = max(2048, 8 * self.case.rows)
         for _ in range(3):

@@ -6,7 +6,7 @@ import cProfile
 import pstats
 from pathlib import Path
 
-from pagedraft.bench.overhead_bed import Bed, Case
+from pagedraft.bench.overhead_bed import Bed, Case, set_up_is_no_garbage
 from pagedraft.bench.report import ROOT
 from pagedraft.bench.table import print_table
 
@@ -20,11 +20,12 @@ def print_profile(case: Case, num_steps: int) -> None:
     """
     bed = Bed(case, num_steps)
     profile = cProfile.Profile()
-    for _ in range(num_steps):
-        bed.prepare()
-        profile.enable()
-        bed.step()
-        profile.disable()
+    with set_up_is_no_garbage():
+        for _ in range(num_steps):
+            bed.prepare()
+            profile.enable()
+            bed.step()
+            profile.disable()
     stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     ordered = sorted(stats.items(), key=lambda item: -item[1][2])[:NUM_FUNCTIONS]
     rows = [
