@@ -1,0 +1,92 @@
+"""An engine's speculation and pace as a trace recorded them: nothing drafts and no clock decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from pagedraft.decoding.drafters.base import Proposal
+from pagedraft.scheduler.request import Request
+from pagedraft.scheduler.trace_format import recorded_proposal
+
+
+class RecordedStep:
+    """The step that is replayed now; set before each one.
+
+    args: of its event (``step_args``). requests: all that were submitted, by arrival as recorded.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Request] = {}
+        self.args: Mapping[str, Any] = {}
+        self.rows: dict[Request, Mapping[str, Any]] = {}
+
+    def begin(self, args: Mapping[str, Any]) -> None:
+        """Go on to the step of ``args``."""
+        self.args = args
+        self.rows = {self.requests[row["request"]]: row for row in args["rows"]}
+
+
+class RecordedSpeculation:
+    """Stands in for Speculation (speculation.py) and proposes what a trace has.
+
+    What a draft model had written is set as recorded: sliding windows and swapped KV go by it.
+    """
+
+    def __init__(self, step: RecordedStep) -> None:
+        self.drafters: dict[str, Any] = {}
+        self.num_errors = 0
+        self._step = step
+
+    def decide(self, running: Seq[Request], num_other_tokens: int) -> None:
+        """Ask for as many drafts as were asked for then."""
+        for request in running:
+            request.num_drafts = self._step.rows.get(request, {}).get("wanted", 0)
+
+    def propose(self, scheduled: Mapping[Request, int]) -> dict[Request, Proposal]:
+        """The recorded drafts, as far as this plan has room for them."""
+        proposals = {}
+        for request, num_tokens in scheduled.items():
+            row = self._step.rows.get(request, {})
+            proposal = recorded_proposal(row, max(0, num_tokens - request.sequence.num_pending))
+            request.sequence.num_draft_written = row.get("draft_written", 0)
+            if proposal.tokens:
+                proposals[request] = proposal
+        return proposals
+
+    def admit(self, request: Request) -> None:
+        """A new request: nothing to prepare."""
+
+    def record_step(self, *args: Any, **options: Any) -> None:
+        """Nothing is learned."""
+
+    def settle(
+        self, request: Request, proposal: Proposal, tokens: list[int], num_kept: int
+    ) -> None:
+        """Nothing is learned."""
+
+    def turn_off(self, request: Request, name: str | None, error: str) -> None:
+        """Nobody drafts."""
+
+    def forget(self, request: Request) -> None:
+        """Nothing is planned any more."""
+        request.num_drafts = 0
+
+
+class RecordedPace:
+    """Stands in for Pace (pace.py) and grants what a trace has."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self._step = step
+
+    def plan(self, *args: Any, **options: Any) -> tuple[int | None, list[Request]]:
+        """The recorded prompt budget and urgent requests."""
+        urgent = [self._step.requests[arrival] for arrival in self._step.args["urgent"]]
+        return self._step.args["prompt_budget"], urgent
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a pace is told, it does not learn from."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **options: None

@@ -1,0 +1,267 @@
+"""``pagedraft replay``: run a trace again, step by step, and say where the runs part.
+
+Submissions, aborts and preemptions come at the step boundaries, or inside the callbacks, where they
+came then. Drafts, prompt budgets and urgent requests are the recorded ones, so no drafter runs and
+no clock decides. What the engine then schedules and draws is compared with what it did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagedraft.scheduler.llm import LLM
+from pagedraft.scheduler.observer import StepRecord
+from pagedraft.scheduler.recorded import RecordedPace, RecordedSpeculation, RecordedStep
+from pagedraft.scheduler.request import Request
+from pagedraft.scheduler.trace_check import Outline, outline
+from pagedraft.scheduler.trace_compare import schedule_difference, token_difference
+from pagedraft.scheduler.trace_format import (
+    CALLBACK_ERROR,
+    Event,
+    build_request,
+    read_events,
+    step_args,
+)
+from pagedraft.scheduler.trace_settings import (
+    device_name,
+    difference,
+    engine_args,
+    is_fresh,
+    model_args,
+)
+
+DRAFTING = ("draft", "drafter", "speculate", "k")  # options of LLM that a trace stands in for
+
+
+def add_replay_command(commands: Any) -> None:
+    """Add the subparser of ``replay`` to ``commands`` (of argparse's ``add_subparsers``)."""
+    parser = commands.add_parser(
+        "replay",
+        help="run a trace again and say where the runs part",
+        description="Runs what --trace recorded: the same requests at the same steps with the same "
+        "drafts. Exit status 0: same schedule and tokens, 1: they differ, 2: bad input.",
+    )
+    parser.add_argument("trace", metavar="FILE", help="what --trace wrote")
+    parser.add_argument("--model", default=None, help="where the model is now (as recorded)")
+    parser.add_argument("--device", default=None, help="cpu, cuda or auto (as recorded)")
+    parser.set_defaults(command=run_replay)
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    """Replay and print; the exit status is 1 if the runs part."""
+    report = replay(args.trace, model=args.model, device=args.device)
+    print("\n".join(report.lines()))
+    return 0 if report.is_identical else 1
+
+
+@dataclass
+class Report:
+    """How far the runs are the same.
+
+    num_steps, num_tokens, num_requests: what was replayed, up to the first difference.
+    schedule, tokens: the first difference of each kind, in words. notes: what else to know.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_requests: int = 0
+    schedule: str | None = None
+    tokens: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether nothing differs."""
+        return self.schedule is None and self.tokens is None
+
+    def lines(self) -> list[str]:
+        """The report, as the command prints it."""
+        until = "" if self.is_identical else " until there"
+        counts = f"{self.num_tokens} tokens of {self.num_requests} requests"
+        return [
+            *(f"note: {note}" for note in self.notes),
+            f"schedule: differs at {self.schedule}"
+            if self.schedule
+            else f"schedule: identical{until} ({self.num_steps} steps)",
+            f"tokens: differ at {self.tokens}"
+            if self.tokens
+            else f"tokens: identical{until} ({counts})",
+        ]
+
+
+def replay(
+    path: str | Path,
+    llm: LLM | None = None,
+    *,
+    model: str | Path | None = None,
+    device: str | torch.device | None = None,
+) -> Report:
+    """Replay the trace in ``path`` and compare.
+
+    llm: on which; nothing has run on it yet. None: one that is made as recorded, with ``model`` and
+        ``device`` in place of the recorded ones.
+    Raises OSError or ValueError for a file that is no whole trace of this format, and ValueError
+    where the model or a size of the engine is not the recorded one, or a request has logits
+    processors, which no file can hold.
+    """
+    found = outline(path)
+    llm = llm or _make_llm(found.settings, model, device)
+    if not is_fresh(llm.engine):
+        raise ValueError("llm: expected one on which nothing has run")
+    _check_settings(found.settings, llm)
+    report = Report(notes=[*found.notes, *_notes(found.settings, llm)])
+    player = _Player(llm, report)
+    player.play(event for event in read_events(path) if event.line <= found.last_line)
+    return report
+
+
+class _Player:
+    """Feeds an engine the events of a trace."""
+
+    def __init__(self, llm: LLM, report: Report) -> None:
+        self._llm = llm
+        self._engine = llm.engine
+        self._report = report
+        self._step = RecordedStep()
+        self._inside: dict[int, list[Event]] = {}  # by the request whose callback did it
+        self._record: StepRecord | None = None
+        self._failure: str | None = None
+
+    def play(self, events: Iterable[Event]) -> None:
+        """Run to the end or the first difference; the engine is afterwards as it was."""
+        engine: Any = self._engine
+        before = engine.speculation, engine.pace
+        engine.speculation, engine.pace = RecordedSpeculation(self._step), RecordedPace(self._step)
+        engine.observers.append(self)
+        try:
+            for event in events:
+                self._take(event)
+                if not self._report.is_identical:
+                    break
+        finally:
+            engine.observers.remove(self)
+            engine.abort_all()
+            engine.speculation, engine.pace = before
+
+    def on_add(self, request: Request, caller: Request | None) -> None:
+        """An observer's; the player did it itself."""
+
+    def on_abort(self, request: Request, caller: Request | None) -> None:
+        """An observer's; the player did it itself."""
+
+    def on_preempt(self, request: Request, caller: Request | None) -> None:
+        """An observer's; the player did it itself."""
+
+    def on_clear(self, caller: Request | None) -> None:
+        """An observer's; the player did it itself."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """What the step was."""
+        self._record = record
+
+    def _take(self, event: Event) -> None:
+        if event.kind == "step":
+            self._run_step(event.args)
+        elif event.args.get("caller") is not None:
+            self._inside.setdefault(event.args["caller"], []).append(event)
+        else:
+            self._act(event)
+        if self._failure is not None:
+            self._report.schedule = f"step {self._report.num_steps}: {self._failure}"
+
+    def _act(self, event: Event) -> None:
+        """Do what was done from outside."""
+        engine, args, requests = self._engine, event.args, self._step.requests
+        try:
+            if event.kind == "submit":
+                engine.add(self._submitted(args))
+                self._report.num_requests += 1
+            elif event.kind == "abort":
+                engine.abort(requests[args["request"]])
+            elif event.kind == "preempt":
+                engine.preempt(requests[args["request"]])
+            elif event.kind == "clear":
+                self._llm.reset_prefix_cache()
+        except (ValueError, TypeError) as error:
+            self._failure = self._failure or f"{event.kind}: {error}"
+
+    def _submitted(self, args: Mapping[str, Any]) -> Request:
+        requests, arrival = self._step.requests, args["request"]
+        parent = None if args["parent"] is None else requests[args["parent"]]
+
+        def on_tokens(tokens: list[int]) -> None:
+            self._call_back(arrival)
+
+        requests[arrival] = build_request(args, parent, self._llm.tokenizer, on_tokens)
+        return requests[arrival]
+
+    def _call_back(self, arrival: int) -> None:
+        """Do what a request's callback did in this step."""
+        for event in self._inside.pop(arrival, ()):
+            self._act(event)
+        error = self._step.rows.get(self._step.requests[arrival], {}).get("error", "")
+        if error.startswith(CALLBACK_ERROR):
+            raise RuntimeError(error.removeprefix(CALLBACK_ERROR))
+
+    def _run_step(self, args: Mapping[str, Any]) -> None:
+        self._step.begin(args)
+        self._record = None
+        self._engine.step()
+        where = f"step {args['step']}"
+        if self._record is None:
+            self._report.schedule = f"{where}: there is nothing to run"
+            return
+        report, now = self._report, step_args(self._record)
+        names = {a: request.request_id for a, request in self._step.requests.items()}
+        schedule = schedule_difference(args, now, names)
+        outputs = {a: request.num_output for a, request in self._step.requests.items()}
+        num_same, tokens = token_difference(args, now, names, outputs)
+        if schedule is not None:
+            report.schedule = f"{where}: {schedule}"
+        elif tokens is not None:
+            report.tokens = f"{where}: {tokens}"
+        report.num_tokens += num_same
+        report.num_steps += schedule is None
+
+
+def _make_llm(
+    settings: Mapping[str, Any], model: str | Path | None, device: str | torch.device | None
+) -> LLM:
+    """An LLM as recorded, but for what drafts."""
+    options = {k: v for k, v in settings["options"].items() if k not in (*DRAFTING, "trace")}
+    unknown = sorted(options.keys() - inspect.signature(LLM).parameters.keys())
+    if unknown:
+        raise ValueError(f"settings: LLM has no option {unknown[0]!r}; it had when it was recorded")
+    sizes = settings["engine"]
+    options["kv_tokens"] = (sizes["num_blocks"] - 1) * sizes["block_size"]
+    options["model"] = model or options.get("model")
+    if options["model"] is None:
+        raise ValueError("model: the recorded one was made in memory; name one (--model)")
+    if device is not None:
+        options["device"] = device
+    return LLM(**options, speculate="off")
+
+
+def _check_settings(settings: Mapping[str, Any], llm: LLM) -> None:
+    own = {"engine": engine_args(llm.engine), "model": model_args(llm.target)}
+    for part in ("model", "engine"):
+        found = difference(settings[part], own[part], part)
+        if found is not None:
+            raise ValueError(found)
+
+
+def _notes(settings: Mapping[str, Any], llm: LLM) -> list[str]:
+    """What may change bits, and so tokens."""
+    own = {"torch": torch.__version__, "device": device_name(llm.target.device)}
+    return [
+        f"recorded with {name} {settings[name]}, replayed with {value}"
+        for name, value in own.items()
+        if settings.get(name) != value
+    ]
