@@ -5,7 +5,8 @@ owns it, but somebody knows its content (``keep``) and it stays readable until t
 
 **Units**: every integer here is a block id or a number of blocks, but ``block_size`` and the
 argument of ``blocks_for``, which are tokens. Block 0 is the *null block*: padded rows of a step
-carry its slots, nobody writes there, and it is never handed out.
+carry its slots, nobody writes there, and it is never handed out. In a table of a request's blocks
+it stands for one that was given back because a sliding window has left it behind.
 
 **Cost**: O(1) a block for all but ``check_integrity``, which walks the whole pool.
 """
@@ -111,9 +112,10 @@ class BlockPool:
         """Take ``block_ids`` back from ``owner_id``; those of no other owner can be handed out.
 
         The last block goes first, so the end of a chain of kept blocks is evicted before its
-        beginning. Raises IntegrityError, and frees none, where a block is not owned by
-        ``owner_id`` (free already, another's, the null block, unknown) or is listed twice.
+        beginning. Null blocks are passed over. Raises IntegrityError, and frees none, where a
+        block is not owned by ``owner_id`` (free already, another's, unknown) or is listed twice.
         """
+        block_ids = _owned(block_ids)
         for block in block_ids:
             self._check_owned(block, owner_id)
         self._check_distinct(block_ids, f"freed twice by {owner_id!r}")
@@ -145,7 +147,8 @@ class BlockPool:
     def check_integrity(self, owners: Mapping[Hashable, Sequence[int]]) -> None:
         """Raise IntegrityError unless every usable block is free once, evictable or as owned.
 
-        ``owners`` maps every owner to all blocks that it believes to own. O(blocks and owners).
+        ``owners`` maps every owner to its table: all blocks that it believes to own, after null
+        blocks or none. O(blocks and owners).
         """
         places: dict[int, str] = {}
         for block, place in self._unowned_places():
@@ -153,7 +156,9 @@ class BlockPool:
             if block in places:
                 raise IntegrityError(f"block {block}: {place}, but also {places[block]}")
             places[block] = place
-        for owner_id, block_ids in owners.items():
+        for owner_id, table in owners.items():
+            block_ids = _owned(table)
+            _check_null_blocks(owner_id, table, len(table) - len(block_ids))
             for block in block_ids:
                 self._check_usable(block, f"listed by {owner_id!r}")
                 if block in places:
@@ -195,8 +200,6 @@ class BlockPool:
         return "a free block" if 0 < block < self.num_blocks else "no block of the pool"
 
     def _check_owned(self, block: int, owner_id: Hashable) -> None:
-        if block == NULL_BLOCK:
-            raise IntegrityError(f"block {block}: the null block, {owner_id!r} cannot own it")
         if owner_id not in self._owners.get(block, ()):
             raise IntegrityError(
                 f"block {block}: expected owner {owner_id!r}, got {self._state(block)}"
@@ -230,3 +233,15 @@ class BlockPool:
             raise IntegrityError(f"block {block}: kept, but neither owned nor evictable")
         for block in sorted(self._evictable.keys() - self._kept):
             raise IntegrityError(f"block {block}: evictable, but not kept")
+
+
+def _owned(table: Sequence[int]) -> Sequence[int]:
+    """A table without its null blocks."""
+    return [block for block in table if block != NULL_BLOCK] if NULL_BLOCK in table else table
+
+
+def _check_null_blocks(owner_id: Hashable, table: Sequence[int], count: int) -> None:
+    if any(block != NULL_BLOCK for block in table[:count]):
+        raise IntegrityError(
+            f"block {NULL_BLOCK}: the null block, listed by {owner_id!r} after one that it owns"
+        )

@@ -5,14 +5,22 @@ from __future__ import annotations
 from pagedraft.model.block_pool import BlockPool
 from pagedraft.scheduler.plan import fits_pool
 from pagedraft.scheduler.request import Request
+from pagedraft.scheduler.window import Window
 
 
-def check_request(request: Request, vocab_size: int, pool: BlockPool) -> None:
-    """Raise ValueError or TypeError, naming what is wrong, unless the request can run here."""
-    if request.finished:
-        raise ValueError(f"request {request.request_id!r}: it has ended: {request.finish_reason}")
-    if isinstance(request.priority, bool) or not isinstance(request.priority, int):
-        raise TypeError(f"priority: expected an integer, got {request.priority!r}")
+def check_request(
+    request: Request,
+    vocab_size: int,
+    pool: BlockPool,
+    window: Window | None = None,
+    max_span: int = 1,
+) -> None:
+    """Raise ValueError or TypeError, naming what is wrong, unless the request can run here.
+
+    window: where there is one, what a request owns at once is less than all of its blocks.
+    max_span: most tokens that one request feeds in a step; counts only with a window.
+    """
+    _check_fields(request)
     sequence = request.sequence
     if not sequence.token_ids:
         raise ValueError("prompt: expected at least one token, got none")
@@ -27,9 +35,29 @@ def check_request(request: Request, vocab_size: int, pool: BlockPool) -> None:
             f"{request.max_context}"
         )
     total = min(sequence.num_tokens + request.params.max_tokens, request.max_context)
+    if window is not None and window.most_blocks(total, max_span) <= pool.num_usable:
+        return
     if not fits_pool(total, pool):
         raise ValueError(
             f"prompt: {sequence.num_tokens} tokens and up to {total - sequence.num_tokens} new "
             f"ones need {pool.blocks_for(total)} KV blocks of {pool.block_size} "
             f"tokens; the pool has {pool.num_usable}"
+        )
+
+
+def _check_fields(request: Request) -> None:
+    """Raise unless what the submitter set of the request itself, its prompt apart, makes sense."""
+    if request.finished:
+        raise ValueError(f"request {request.request_id!r}: it has ended: {request.finish_reason}")
+    if isinstance(request.priority, bool) or not isinstance(request.priority, int):
+        raise TypeError(f"priority: expected an integer, got {request.priority!r}")
+    for name in ("tenant", "cache_salt"):
+        value = getattr(request, name)
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{name}: expected a string or None, got {value!r}")
+    parent = request.parent
+    if parent is not None and request.cache_salt not in (None, parent.cache_salt):
+        raise ValueError(
+            f"cache_salt: expected that of the parent, {parent.cache_salt!r}, or None, "
+            f"got {request.cache_salt!r}"
         )

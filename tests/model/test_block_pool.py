@@ -69,7 +69,8 @@ BAD_FREES = {
     "free already": ("a", [1, 4], "block 4: expected owner 'a', got a free block"),
     "twice in one call": ("a", [1, 2, 1], "block 1: freed twice"),
     "of another owner": ("a", [1, 3], "block 3: expected owner 'a', got 'b'"),
-    "null block": ("a", [0], "block 0: the null block"),
+    "behind a null block": ("a", [0, 4], "block 4: expected owner 'a', got a free block"),
+    "twice behind null blocks": ("a", [0, 0, 1, 1], "block 1: freed twice"),
     "unknown": ("a", [6], "block 6: expected owner 'a'"),
 }
 
@@ -84,6 +85,17 @@ def test_bad_free_names_the_block_and_frees_none(
     pool.check_integrity({"a": [1, 2], "b": [3]})
 
 
+def test_null_blocks_of_a_table_are_nobodys() -> None:
+    """They stand for blocks that a sliding window has left behind."""
+    pool = pool_with_two_owners()
+    pool.free("a", [0, 0, 2])
+    pool.check_integrity({"a": [0, 0, 1], "b": [3], "c": [0], "d": []})
+    pool.free("c", [0])
+    pool.free("a", [0, 0, 1])
+    assert pool.num_free == 4
+    assert pool.allocate("c", 4) == [1, 2, 4, 5]
+
+
 BAD_TABLES = {
     "leak of one block": ({"a": [1], "b": [3]}, "block 2: owned by 'a', but not free"),
     "leak of an owner": ({"a": [1, 2]}, "block 3: owned by 'b', but not free"),
@@ -91,7 +103,9 @@ BAD_TABLES = {
     "owners swapped": ({"a": [1, 3], "b": [2]}, "block 3: expected owner 'a', got 'b'"),
     "free block in use": ({"a": [1, 2], "b": [3, 4]}, "block 4: listed by 'b', but also in the f"),
     "listed twice": ({"a": [1, 2, 2], "b": [3]}, "block 2: listed twice by 'a'"),
-    "null block": ({"a": [1, 2, 0], "b": [3]}, "block 0: listed by 'a', but is no usable block"),
+    "null block at the end": ({"a": [1, 2, 0], "b": [3]}, "block 0: the null block, listed by 'a'"),
+    "null block between": ({"a": [1, 0, 2], "b": [3]}, "block 0: the null block, listed by 'a' af"),
+    "null block for another": ({"a": [0, 2], "b": [3]}, "block 1: owned by 'a', but not free"),
     "past the pool": ({"a": [1, 2], "b": [3, 6]}, "block 6: listed by 'b', but is no usable block"),
 }
 

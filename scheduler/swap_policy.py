@@ -1,0 +1,119 @@
+"""Whether a preempted request's KV is copied to the host and back, or computed anew: measured.
+
+Both take time that grows with the context: blocks to copy, and tokens to feed as a prompt. What
+each costs here is measured: copies by a probe at the start and by every copy since, prompt tokens
+by every step that fed some. No clock here; seconds are passed in. Old measurements fade.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+KEPT = 0.9  # weight that a measurement keeps with each new one
+
+
+class Decision(NamedTuple):
+    """What was decided, from which expected seconds, and why in plain words."""
+
+    swaps: bool
+    copy_seconds: float
+    recompute_seconds: float
+    reason: str
+
+
+@dataclass
+class CopyTime:
+    """Seconds of one copy as ``fixed + blocks * per_block``: a least-squares line that forgets."""
+
+    _weight: float = 0.0
+    _blocks: float = 0.0
+    _blocks_squared: float = 0.0
+    _seconds: float = 0.0
+    _product: float = 0.0
+
+    def record(self, num_blocks: int, seconds: float) -> None:
+        """Add a copy of so many blocks; one of none says nothing."""
+        if num_blocks < 1:
+            return
+        self._weight = self._weight * KEPT + 1
+        self._blocks = self._blocks * KEPT + num_blocks
+        self._blocks_squared = self._blocks_squared * KEPT + num_blocks**2
+        self._seconds = self._seconds * KEPT + seconds
+        self._product = self._product * KEPT + num_blocks * seconds
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """(fixed, per_block), neither of them negative; zeros before the first copy."""
+        if self._weight == 0:
+            return 0.0, 0.0
+        spread = self._weight * self._blocks_squared - self._blocks**2
+        slope = 0.0
+        if spread > 1e-9 * self._blocks_squared:
+            slope = (self._weight * self._product - self._blocks * self._seconds) / spread
+        fixed = (self._seconds - slope * self._blocks) / self._weight
+        if slope <= 0:  # copies of one size, or noise: all of it by the block
+            return 0.0, self._seconds / self._blocks
+        return (fixed, slope) if fixed >= 0 else (0.0, self._product / self._blocks_squared)
+
+    def seconds(self, num_blocks: int) -> float:
+        """Expected seconds of a copy."""
+        fixed, per_block = self.line
+        return fixed + num_blocks * per_block
+
+
+@dataclass
+class SwapPolicy:
+    """Compares the seconds of copying with those of recomputing.
+
+    forced: True or False answers always so; None decides.
+    out, back: copies to the host, and from it.
+    """
+
+    forced: bool | None = None
+    out: CopyTime = field(default_factory=CopyTime)
+    back: CopyTime = field(default_factory=CopyTime)
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def record_prompt(self, num_tokens: int, seconds: float) -> None:
+        """Note what recomputing costs: a step's prompt tokens, and their share of its seconds.
+
+        A chunk counts by its tokens: its weight is that of as many single tokens.
+        """
+        if num_tokens > 0:
+            self._tokens = self._tokens * KEPT + num_tokens
+            self._seconds = self._seconds * KEPT + seconds
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of a prompt, lately; None before the first."""
+        return self._seconds / self._tokens if self._tokens else None
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        """Expected seconds to compute the KV of so many tokens; 0 while nothing is measured."""
+        return num_tokens * (self.seconds_per_token or 0.0)
+
+    def decide(self, num_blocks: int, num_tokens: int) -> Decision:
+        """Whether to copy ``num_blocks`` out and later back, or to compute their tokens again."""
+        copy = self.out.seconds(num_blocks) + self.back.seconds(num_blocks)
+        return self._decide(num_blocks, num_tokens, copy)
+
+    def decide_back(self, num_blocks: int, num_tokens: int) -> Decision:
+        """The same for KV that is on the host already."""
+        return self._decide(num_blocks, num_tokens, self.back.seconds(num_blocks))
+
+    def _decide(self, num_blocks: int, num_tokens: int, copy: float) -> Decision:
+        recompute = self.recompute_seconds(num_tokens)
+        if self.forced is not None:
+            swaps, why = self.forced, "forced"
+        elif self.seconds_per_token is None:
+            swaps, why = False, "no prompt tokens measured yet"
+        else:
+            swaps = copy < recompute
+            why = "copying is cheaper" if swaps else "recomputing is cheaper"
+        reason = (
+            f"{why}: {1000 * copy:.2f} ms to copy {num_blocks} blocks, "
+            f"{1000 * recompute:.2f} ms to recompute {num_tokens} tokens"
+        )
+        return Decision(swaps, copy, recompute, reason)
