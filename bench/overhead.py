@@ -2,13 +2,14 @@
 
     python -m pagedraft.bench.overhead [--rows 64] [--contexts 128] [--k 0 4] [--profile]
 
-The real engine schedules, lays out batches, draws, verifies and commits; the model is a table of
-logits over 64 tokens (overhead_bed.py), whose own time is subtracted. The sampler's kernels count
-as host time: at that vocabulary their arithmetic is next to nothing, what remains is launching
-them. Rows are greedy unless ``--temperature`` says otherwise. Contexts take turns, so that they
-see the same machine. In every other step the functions of the engine are wrapped to find the
-parts (overhead_parts.py); the totals are those of the steps between. Times are CPU time of the
-thread, with wall time beside.
+The real engine schedules, lays out batches, draws, verifies and commits; the model is a script
+(overhead_bed.py) whose own time is subtracted. The sampler's kernels count as host time, in a
+column of their own ("draw"): a device would run them, and the host would launch them, but with 256
+tokens most of what they take here is overhead of that kind. Rows are greedy unless
+``--temperature`` says otherwise. Contexts take turns, so that they see the same machine. In every
+other step the functions of the engine are wrapped to find the parts (overhead_parts.py); the
+totals are those of the steps between. Times are CPU time of the thread, with wall time beside.
+"loop" is what a fixed loop in plain Python took beside each step: how fast the machine was.
 
 "turnover": answers of 200 tokens, so that requests end and start; elsewhere all rows decode,
 and enter new blocks as they go.
@@ -38,6 +39,7 @@ from pagedraft.bench.table import print_table
 
 ROWS, CONTEXTS, DRAFTS = (1, 16, 64, 256), (128, 32_768), (0, 4)
 ANSWER = 200  # tokens, where requests end
+LOOP = 2000  # passes through an empty loop
 NUM_STEPS = {1: 240, 16: 200, 64: 100, 256: 50}  # of a case, half of them with probes
 # What the project aims at, in microseconds a step: all host work, and plan and commit together.
 HOST_LIMITS = {64: 500.0, 256: 2000.0}
@@ -50,12 +52,13 @@ class Result:
     """One case. Lists are microseconds, one entry a step.
 
     host, wall: all of a step but the model, in CPU and wall time, of the steps without probes.
-    parts: CPU time by part, of the steps with probes.
+    loop: CPU time of LOOP beside these. parts: CPU time by part, of the steps with probes.
     """
 
     case: Case
     host: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
+    loop: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=dict)
     accepted: float | None = None
     num_ended: int = 0
@@ -83,6 +86,7 @@ class Result:
             **asdict(self.case),
             "host_us": _percentiles(self.host),
             "wall_us": _percentiles(self.wall),
+            "loop_us": _percentiles(self.loop),
             "parts_us": {name: _percentiles(values) for name, values in self.parts.items()},
             "plan_commit_us": round(self.part(PLAN, COMMIT), 2),
             "accepted": self.accepted,
@@ -117,6 +121,10 @@ def _time_parts(bed: Bed, result: Result, probes: Probes) -> None:
 
 
 def _time_step(bed: Bed, result: Result) -> None:
+    began = time.thread_time_ns()
+    for _ in range(LOOP):
+        pass
+    result.loop.append((time.thread_time_ns() - began) / 1e3)
     target = bed.target
     target.cpu_ns = target.wall_ns = 0
     wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
@@ -156,6 +164,7 @@ def cells(result: Result) -> list[str]:
         str(case.k),
         f"{middle:.0f} [{low:.0f} {high:.0f}]",
         f"{median(result.wall):.0f}",
+        f"{median(result.loop):.0f}",
         *[f"{result.part(name):.0f}" for name in HOST_PARTS],
         f"{result.part(PLAN, COMMIT):.0f}",
         "-" if result.accepted is None else f"{result.accepted:.2f}",
@@ -178,7 +187,7 @@ def context_ratios(results: Sequence[Result]) -> dict[str, float]:
 
 def show(results: Sequence[Result]) -> None:
     """Print the table, the ratios of contexts, and what was aimed at."""
-    headers = ["rows", "context", "k", "host", "wall", *HOST_PARTS, "plan+commit"]
+    headers = ["rows", "context", "k", "host", "wall", "loop", *HOST_PARTS, "plan+commit"]
     headers += ["accepted", "verdict"]
     title = "Host time of a step, us, median [p20 p80]"
     print_table(title, headers, [cells(result) for result in results])

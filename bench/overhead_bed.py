@@ -24,11 +24,12 @@ from pagedraft.decoding.drafters.indexed import IndexedDrafter
 from pagedraft.decoding.drafters.suffix_automaton import SuffixAutomaton
 from pagedraft.decoding.params import SamplingParams
 from pagedraft.decoding.sequence import Sequence
+from pagedraft.kernels.philox import NOISE_CHUNK
 from pagedraft.model.batch import StepBatch
 from pagedraft.scheduler.engine import Engine
 from pagedraft.scheduler.request import Request
 
-VOCAB_SIZE = 64
+VOCAB_SIZE = NOISE_CHUNK  # the least that the sampler's kernels work on
 PERIOD = 40  # tokens after which the script repeats
 NOISE = 0.14  # share of its tokens that are another one; half of four drafts are right then
 CERTAIN = 100.0  # the logit of the script's token, above 0 of the others: any temperature draws it
@@ -65,15 +66,15 @@ class FakeTarget:
             vocab_size=VOCAB_SIZE, max_positions=max_positions, eos_token_ids=()
         )
         self.script = script(max_positions + 1)
-        following = torch.from_numpy(self.script[1:])
-        self._logits_PV = torch.zeros(max_positions, VOCAB_SIZE)
-        self._logits_PV.scatter_(1, following[:, None], CERTAIN)
+        self._following_P = torch.from_numpy(self.script[1:].copy())
         self.cpu_ns = self.wall_ns = 0
 
     def forward(self, batch: StepBatch, cache: FakeCache) -> torch.Tensor:
         """The logits after every position that asks for them, fp32 [Q, V]."""
         wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        logits_QV = self._logits_PV[batch.positions_T[batch.logit_rows_Q]]
+        position_Q = batch.positions_T[batch.logit_rows_Q]
+        logits_QV = torch.zeros(len(position_Q), VOCAB_SIZE)
+        logits_QV.scatter_(1, self._following_P[position_Q, None], CERTAIN)
         self.cpu_ns += time.thread_time_ns() - cpu
         self.wall_ns += time.perf_counter_ns() - wall
         return logits_QV

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-PLAN, DRAFTS, BATCH, SAMPLING = "plan", "drafts", "batch", "sampling"
+PLAN, DRAFTS, BATCH, SAMPLING, DRAW = "plan", "drafts", "batch", "sampling", "draw"
 COMMIT, REST, MODEL = "commit", "rest", "model"
-HOST_PARTS = (PLAN, DRAFTS, BATCH, SAMPLING, COMMIT, REST)
+HOST_PARTS = (PLAN, DRAFTS, BATCH, SAMPLING, DRAW, COMMIT, REST)
 
 # "module:attribute" or "module:Class.attribute" within pagedraft. What nobody claims is of the
 # part of its caller, and at last of REST: statistics, callbacks, publishing, observers.
@@ -30,6 +30,8 @@ PARTS: dict[str, str] = {
     "bench.overhead_bed:FakeTarget.forward": MODEL,
     "scheduler.engine:raw_logits": SAMPLING,
     "scheduler.engine:verify_rows": SAMPLING,
+    "kernels.sample:sample_cpu": DRAW,
+    "kernels.verify:verify_cpu": DRAW,
     "scheduler.engine:Engine._commit_rows": COMMIT,
     "scheduler.speculation:Speculation.settle": REST,
     "scheduler.engine:call_back": REST,

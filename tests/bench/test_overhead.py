@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,14 +158,16 @@ def test_turnover_keeps_the_rows_full():
 def test_the_fake_model_continues_the_script():
     target = FakeTarget(50)
     assert target.script.tolist() == script(51).tolist()
-    logits_PV = target._logits_PV
-    assert logits_PV.argmax(-1).tolist() == target.script[1:].tolist()
+    positions_T = torch.tensor([7, 3, 49, 0])
+    batch = SimpleNamespace(positions_T=positions_T, logit_rows_Q=torch.tensor([2, 1, 3]))
+    logits_QV = target.forward(batch, None)
+    assert logits_QV.argmax(-1).tolist() == [target.script[place + 1] for place in (49, 3, 0)]
 
 
 def test_verdicts_and_ratios():
     def result(context: int, host: float, plan: float) -> Result:
         parts = {name: [1.0] * 3 for name in HOST_PARTS} | {PLAN: [plan] * 3}
-        return Result(Case(64, context, 0), [host] * 3, [host] * 3, parts)
+        return Result(Case(64, context, 0), host=[host] * 3, parts=parts)
 
     fast, slow = result(128, 400.0, 50.0), result(4096, 600.0, 150.0)
     assert fast.verdict == "pass"
