@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import insort
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -11,6 +12,7 @@ from pagedraft.decoding.sequence import Sequence
 from pagedraft.model.block_pool import BlockPool
 from pagedraft.scheduler.plan import StepPlan, plan_step
 from pagedraft.scheduler.prefix import Prefixes
+from pagedraft.scheduler.waiting import AGEING, WaitingQueue
 
 BLOCK = 4
 
@@ -25,12 +27,18 @@ class FakeRequest:
     priority: int = 0
     num_final: int = 1000  # tokens at which it ends
     parent: FakeRequest | None = None
+    tenant: str | None = None
+    cache_salt: str | None = None
     times_preempted: int = 0
     finished: bool = False
 
     @property
     def request_id(self) -> str:
         return f"r{self.arrival}"
+
+    @property
+    def rank(self) -> int:
+        return self.arrival + AGEING * self.priority
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +84,14 @@ def make_pool(num_usable: int, requests: list[FakeRequest]) -> BlockPool:
 
 
 def rank(request: FakeRequest) -> tuple[int, int]:
-    return request.priority, request.arrival
+    return request.rank, request.arrival
+
+
+def queue_of(*requests: FakeRequest) -> WaitingQueue[FakeRequest]:
+    queue: WaitingQueue[FakeRequest] = WaitingQueue()
+    for request in requests:
+        queue.push(request)
+    return queue
 
 
 def describe(plan: StepPlan[FakeRequest]) -> dict:
@@ -116,15 +131,19 @@ class FakeKV:
 
 @dataclass
 class FakeEngine:
-    """Runs plans without a model: each draft is accepted with a probability of its own."""
+    """Runs plans without a model: each draft is accepted with a probability of its own.
+
+    coming: requests that are still to be submitted, the next one last.
+    """
 
     pool: BlockPool
-    waiting: list[FakeRequest]
     budget: int
     max_rows: int
     chunk: int | None
     rng: random.Random
     prefixes: Prefixes | None = None
+    coming: list[FakeRequest] = field(default_factory=list)
+    waiting: WaitingQueue[FakeRequest] = field(default_factory=WaitingQueue)
     running: list[FakeRequest] = field(default_factory=list)
     finished: list[FakeRequest] = field(default_factory=list)
     num_copies: int = 0
@@ -132,8 +151,15 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.target_kv, self.draft_kv = FakeKV(self.pool), FakeKV(self.pool)
 
-    def step(self) -> StepPlan[FakeRequest]:
-        head = min(self.running, key=rank, default=None)
+    @property
+    def live(self) -> list[FakeRequest]:
+        """All that run or wait."""
+        return [*self.running, *self.waiting]
+
+    def step(
+        self, prompt_budget: int | None = None, urgent: Seq[FakeRequest] = ()
+    ) -> StepPlan[FakeRequest]:
+        head = self.running[0] if self.running else None
         plan = plan_step(
             self.waiting,
             self.running,
@@ -142,14 +168,25 @@ class FakeEngine:
             self.max_rows,
             self.chunk,
             self.prefixes,
+            prompt_budget=prompt_budget,
+            urgent=urgent,
         )
-        self.running = [r for r in self.running + plan.admitted if r not in plan.preempted]
-        self.waiting = [r for r in self.waiting + plan.preempted if r not in plan.admitted]
+        self.move(plan)
         self.check(plan, head)
+        self.check_order(plan, prompt_budget, urgent)
         self.start_sharing(plan)
         for request, span in plan.scheduled.items():
             self.run(request, span)
         return plan
+
+    def move(self, plan: StepPlan[FakeRequest]) -> None:
+        """Between the queues, as the plan says."""
+        for request in plan.preempted:
+            self.running.remove(request)
+            self.waiting.push(request)
+        for request in plan.admitted:
+            self.waiting.remove(request)
+            insort(self.running, request, key=rank)
 
     def start_sharing(self, plan: StepPlan[FakeRequest]) -> None:
         if self.prefixes is None:
@@ -176,6 +213,7 @@ class FakeEngine:
         else:
             accepted = next((i for i in range(len(drafts)) if self.rng.random() < 0.4), len(drafts))
             sequence.append([*drafts[:accepted], self.rng.randint(0, 1)])
+            self.waiting.charge(request.tenant, accepted + 1)
         if self.prefixes is not None:
             self.prefixes.publish(request)
             self.prefixes.check_integrity()
@@ -200,14 +238,16 @@ class FakeEngine:
         self.pool.free(request.request_id, request.block_ids)
         request.block_ids.clear()
         request.finished = True
-        self.running = [other for other in self.running if other is not request]
-        self.waiting = [other for other in self.waiting if other is not request]
+        if request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
         self.finished.append(request)
 
     def check(self, plan: StepPlan, head: FakeRequest | None) -> None:
         """What holds after every plan."""
         spans = plan.scheduled
-        check_blocks(self.waiting + self.running, plan, self.pool)
+        check_blocks(self.live, plan, self.pool)
         assert all(span >= 1 for span in spans.values())
         assert sum(spans.values()) <= self.budget
         assert len(self.running) <= self.max_rows
@@ -216,20 +256,41 @@ class FakeEngine:
         assert not (plan.preempted and plan.admitted)
         assert spans, "a step without progress"
         assert head is None or head in spans, "the most important running request must run"
-        self.check_order(plan)
 
-    def check_order(self, plan: StepPlan) -> None:
-        """Spans respect drafts, chunks and ranks."""
+    def check_order(
+        self, plan: StepPlan, prompt_budget: int | None, urgent: Seq[FakeRequest]
+    ) -> None:
+        """Spans respect drafts, chunks, budgets and ranks."""
         pending = {request: request.sequence.num_pending for request in plan.scheduled}
         for request, span in plan.scheduled.items():
             catch_up = min(span, pending[request])
             assert span - catch_up in range(request.num_drafts + 1)
             assert catch_up <= (self.chunk or self.budget)
             assert span == catch_up or catch_up == pending[request]
-        old = sorted((r for r in self.running if r not in plan.admitted), key=rank)
+        prompts = [r for r in plan.scheduled if pending[r] > 1 or r in plan.admitted]
+        num_prompt = sum(plan.scheduled[request] for request in prompts)
+        if prompt_budget is not None:
+            assert num_prompt <= max(1, prompt_budget)
+        old = [r for r in self.running if r not in plan.admitted]
+        assert old == sorted(old, key=rank)
         order = [r for r in old if r in plan.scheduled]
-        assert list(plan.scheduled) == order + sorted(plan.admitted, key=rank)
-        if order != old:  # some running row got nothing: then nobody had drafts
+        assert list(plan.scheduled)[: len(order)] == order
+        idle = [r for r in old if r not in plan.scheduled]
+        if any(r.sequence.num_pending == 1 for r in idle):  # a token did not get in
+            assert sum(plan.scheduled.values()) == self.budget
             assert all(span <= pending[r] for r, span in plan.scheduled.items())
         kept = [rank(r) for r in self.running]
         assert all(rank(victim) > max(kept) for victim in plan.preempted)
+        if not urgent:
+            self.check_plain_order(plan, prompt_budget, num_prompt, idle)
+
+    def check_plain_order(
+        self, plan: StepPlan, prompt_budget: int | None, num_prompt: int, idle: list[FakeRequest]
+    ) -> None:
+        """Without urgent requests: by rank, and only what no budget is left for stays idle."""
+        if all(request.tenant is None for request in plan.admitted):
+            assert plan.admitted == sorted(plan.admitted, key=rank)
+        if prompt_budget is None or num_prompt < max(1, prompt_budget):
+            last = max((rank(r) for r in plan.scheduled if r not in plan.admitted), default=None)
+            assert all(rank(request) > last for request in idle)
+            assert not idle or not plan.admitted

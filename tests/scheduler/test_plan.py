@@ -11,6 +11,8 @@ from pagedraft.tests.scheduler.fake_engine import (
     check_blocks,
     describe,
     make_pool,
+    queue_of,
+    rank,
     running,
     waiting,
 )
@@ -170,21 +172,22 @@ CASES = {
 )
 def test_plan(waiting, running, num_usable, budget, max_rows, chunk, expected) -> None:
     pool = make_pool(num_usable, running)
-    plan = plan_step(waiting, running, pool, budget, max_rows, chunk)
+    rows = sorted(running, key=rank)
+    plan = plan_step(queue_of(*waiting), rows, pool, budget, max_rows, chunk)
     assert describe(plan) == {"scheduled": [], "admitted": [], "preempted": [], **expected}
     check_blocks(waiting + running, plan, pool)
 
 
 def test_the_lists_of_the_caller_stay_as_they_are() -> None:
-    queue, rows = [waiting(4, 2)], [running(2, 9, 8), running(1, 9, 8)]
+    queue, rows = queue_of(waiting(4, 2)), [running(1, 9, 8), running(2, 9, 8)]
     plan_step(queue, rows, make_pool(9, rows), 20, 4)
-    assert [r.arrival for r in queue + rows] == [4, 2, 1]
+    assert [r.arrival for r in [*queue, *rows]] == [4, 1, 2]
 
 
 def test_a_preempted_request_restarts_from_nothing() -> None:
     rows = [running(1, 9, 8), running(2, 9, 8)]
     pool = make_pool(4, rows)
-    plan_step([], rows, pool, 20, 4)
+    plan_step(queue_of(), rows, pool, 20, 4)
     victim = rows[1]
     assert (victim.num_written, victim.num_tokens, victim.block_ids) == (0, 9, [])
 
@@ -195,13 +198,13 @@ BAD_LIMITS = {"budget": (0, 1, None), "rows": (1, 0, None), "chunk": (1, 1, 0)}
 @pytest.mark.parametrize("budget, max_rows, chunk", BAD_LIMITS.values(), ids=BAD_LIMITS)
 def test_limits_below_one_are_refused(budget: int, max_rows: int, chunk: int | None) -> None:
     with pytest.raises(ValueError, match="expected at least 1 each"):
-        plan_step([], [], BlockPool(4, BLOCK), budget, max_rows, chunk)
+        plan_step(queue_of(), [], BlockPool(4, BLOCK), budget, max_rows, chunk)
 
 
 def test_a_request_with_nothing_to_do_is_named() -> None:
     rows = [running(7, 8, 8)]
     with pytest.raises(ValueError, match="'r7': expected pending tokens, got 0"):
-        plan_step([], rows, make_pool(4, rows), 8, 4)
+        plan_step(queue_of(), rows, make_pool(4, rows), 8, 4)
 
 
 @pytest.mark.parametrize("num_tokens, fits", [(1, True), (12, True), (13, False)])

@@ -12,6 +12,7 @@ from pagedraft.tests.scheduler.fake_engine import (
     check_blocks,
     describe,
     make_pool,
+    queue_of,
     running,
     waiting,
 )
@@ -110,7 +111,7 @@ def test_plan_attaches_what_it_admits(
     pool = make_pool(num_usable, [row])
     prefixes = KnownBlocks(pool, known, list(row.block_ids))
     prefixes.not_ready = not_ready
-    plan = plan_step(queue, [row], pool, budget, max_rows, chunk, prefixes)
+    plan = plan_step(queue_of(*queue), [row], pool, budget, max_rows, chunk, prefixes)
     assert describe(plan) == {"scheduled": [], "admitted": [], "preempted": [], **expected}
     assert prefixes.calls == calls
     check_blocks([row, *queue], plan, pool)
@@ -122,7 +123,9 @@ def test_nobody_is_attached_in_a_step_that_preempts() -> None:
     rows, queue = [running(1, 9, 8), running(2, 9, 8)], [waiting(3, 11)]
     pool = make_pool(4, rows)
     prefixes = KnownBlocks(pool, {3: 8}, list(rows[0].block_ids))
-    assert describe(plan_step(queue, rows, pool, 20, 4, None, prefixes))["preempted"] == [2]
+    assert describe(plan_step(queue_of(*queue), rows, pool, 20, 4, None, prefixes))[
+        "preempted"
+    ] == [2]
     assert prefixes.calls == []
 
 
@@ -134,6 +137,6 @@ def test_the_head_runs_although_preemption_frees_no_block_at_first() -> None:
     sharer.block_ids.extend(head.block_ids)
     owner.block_ids.extend(pool.allocate("r3", 2))
     owner.priority, sharer.priority = 1, 2
-    plan = plan_step([], rows, pool, 20, 4)
+    plan = plan_step(queue_of(), [head, owner, sharer], pool, 20, 4)
     assert describe(plan) == {"scheduled": [(1, 1)], "admitted": [], "preempted": [2, 3]}
     check_blocks(rows, plan, pool)

@@ -10,15 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedraft.model.block_pool import BlockPool, IntegrityError
+from pagedraft.scheduler import admit as admit_module
 from pagedraft.scheduler import plan as plan_module
+from pagedraft.scheduler.claims import Room
 from pagedraft.scheduler.plan import StepPlan
 from pagedraft.scheduler.prefix import Prefixes, _Chain
+from pagedraft.scheduler.waiting import WaitingQueue
 from pagedraft.tests.scheduler.fake_engine import (
     BLOCK,
     FakeEngine,
     FakeRequest,
     describe,
     fake_request,
+    rank,
 )
 
 
@@ -39,12 +43,12 @@ def make_engine(seed: int, has_cache: bool | None = None) -> FakeEngine:
     rng.shuffle(groups)
     return FakeEngine(
         pool,
-        [request for group in groups for request in reversed(group)],  # the last arrives first
         budget=rng.randint(1, 24),
         max_rows=rng.randint(1, 6),
         chunk=rng.choice([None, 1, 3, 8]),
         rng=rng,
         prefixes=None if has_cache is None else Prefixes(pool, has_cache),
+        coming=[request for group in groups for request in reversed(group)],
     )
 
 
@@ -65,18 +69,17 @@ def run_to_the_end(
     engine: FakeEngine, max_k: int, abort_rate: float = 0.0
 ) -> Iterator[StepPlan[FakeRequest]]:
     """Step until all is done; requests arrive over time, each wants its own k each step."""
-    rng, requests = engine.rng, engine.waiting
-    engine.waiting = []
-    while requests or engine.waiting or engine.running:
-        if requests and (rng.random() < 0.5 or not engine.waiting + engine.running):
-            engine.waiting.append(requests.pop())
-        for request in engine.waiting + engine.running:
+    rng = engine.rng
+    while engine.coming or engine.live:
+        if engine.coming and (rng.random() < 0.5 or not engine.live):
+            engine.waiting.push(engine.coming.pop())
+        for request in engine.live:
             room = request.num_final - request.num_tokens - 1
             request.num_drafts = min(rng.randint(0, max_k), room)
-        if engine.waiting or engine.running:
+        if engine.live:
             yield engine.step()
-        if engine.waiting + engine.running and rng.random() < abort_rate:
-            engine.finish(rng.choice(engine.waiting + engine.running))
+        if engine.live and rng.random() < abort_rate:
+            engine.finish(rng.choice(engine.live))
 
 
 @settings(max_examples=400)
@@ -91,7 +94,7 @@ def test_random_workloads_finish_and_leave_nothing(
 ) -> None:
     """At most all tokens of all requests, one a step, once more for each preemption."""
     engine = make_engine(seed, has_cache)
-    requests = list(engine.waiting)
+    requests = list(engine.coming)
     num_steps = sum(1 for _ in run_to_the_end(engine, max_k, abort_rate))
     assert sorted(r.arrival for r in engine.finished) == sorted(r.arrival for r in requests)
     assert engine.pool.num_free == engine.pool.num_usable
@@ -126,39 +129,56 @@ def test_workloads_share_blocks(has_cache: bool) -> None:
 
 
 def forget_blocks(request: FakeRequest, pool: BlockPool) -> FakeRequest:
-    """``_preempt`` that leaks."""
+    """``preempt`` that leaks."""
     request.block_ids.clear()
     request.drop_kv()
     return request
 
 
 def grant_nothing(request: FakeRequest, span: int, pool: BlockPool) -> bool:
-    """``_grant`` that takes no blocks."""
+    """``grant`` that takes no blocks."""
     return True
 
 
-def draft_beyond_budget(plan: StepPlan, request: FakeRequest, budget: int, pool: BlockPool) -> int:
-    """``_add_drafts`` that asks nobody."""
+def draft_beyond_budget(plan: StepPlan, request: FakeRequest, *args, **options) -> None:
+    """``add_drafts`` that asks nobody."""
     plan.scheduled[request] += request.num_drafts
-    return request.num_drafts
 
 
-def newest_first(request: FakeRequest) -> tuple[int, int]:
-    """``_rank`` upside down."""
-    return -request.priority, -request.arrival
+def serve_last_first(spans: dict, rows: list[FakeRequest], room: Room) -> None:
+    """``_claim`` from the last row on."""
+    real_claim(spans, list(rows)[::-1], room)
 
 
+def serve_without_blocks(plan: StepPlan, running: list[FakeRequest], *args) -> bool:
+    """``_serve_all`` that takes blocks for granted."""
+    plan.scheduled.update((request, 1) for request in running)
+    return True
+
+
+def youngest_first(queue: WaitingQueue, urgent=()) -> list[FakeRequest]:
+    """``candidates`` upside down."""
+    return sorted(queue, key=rank, reverse=True)
+
+
+real_claim = plan_module._claim
 BROKEN_HELPERS = {
-    "_preempt": forget_blocks,
-    "_grant": grant_nothing,
-    "_add_drafts": draft_beyond_budget,
-    "_rank": newest_first,
+    "preempt": (plan_module, "preempt", forget_blocks),
+    "grant": (plan_module, "grant", grant_nothing),
+    "grant at admission": (admit_module, "grant", grant_nothing),
+    "drafts": (plan_module, "add_drafts", draft_beyond_budget),
+    "drafts at admission": (admit_module, "add_drafts", draft_beyond_budget),
+    "claims": (plan_module, "_claim", serve_last_first),
+    "blocks of all rows": (plan_module, "_serve_all", serve_without_blocks),
+    "order of admission": (WaitingQueue, "candidates", youngest_first),
 }
 
 
-@pytest.mark.parametrize("name, broken", BROKEN_HELPERS.items(), ids=BROKEN_HELPERS)
-def test_invariants_have_teeth(name: str, broken, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, name, broken)
+@pytest.mark.parametrize("home, name, broken", BROKEN_HELPERS.values(), ids=BROKEN_HELPERS)
+def test_invariants_have_teeth(
+    home: object, name: str, broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(home, name, broken)
     with pytest.raises((AssertionError, IntegrityError)):
         [list(run_to_the_end(make_engine(seed), 5)) for seed in range(20)]
 
