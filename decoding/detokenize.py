@@ -113,8 +113,8 @@ class OutputText:
         """
         if self._is_finished:
             raise ValueError(f"token {token_id}: the text has ended")
-        self._token_ids.append(token_id)
         final = self._detokenizer.push(token_id)
+        self._token_ids.append(token_id)
         text = final + self._detokenizer.pending.rstrip(HALF)
         match = self._find(text)
         if len(self._token_ids) <= self._min_tokens:
@@ -147,8 +147,22 @@ class OutputText:
         """
         if self._is_finished:
             return self.text
+        return self._final.getvalue()[: self._num_settled]
+
+    def settled_from(self, start: int) -> str:
+        """``settled[start:]`` at the cost of what it returns, for one who has shown the rest."""
+        if self._is_finished:
+            return self.text[start:]
+        self._final.seek(start)
+        text = self._final.read(max(0, self._num_settled - start))
+        self._final.seek(0, io.SEEK_END)
+        return text
+
+    @property
+    def _num_settled(self) -> int:
+        """Characters that are final and do not begin a stop string."""
         held = max((_num_begun(self._tail, stop) for stop in self._stop), default=0)
-        return self._final.getvalue()[: self._num_final - held]
+        return self._num_final - held
 
     def _find(self, text: str) -> _Match | None:
         """The stop string that ``text``, which follows the final one, completes."""

@@ -13,6 +13,7 @@ from pagedraft.decoding.controller import DraftController
 from pagedraft.decoding.drafters.base import Drafter, check_drafter
 from pagedraft.decoding.drafters.draft_model import check_vocabularies
 from pagedraft.decoding.drafters.table import Setup, drafter_names, make_drafters
+from pagedraft.decoding.failure import describe
 from pagedraft.decoding.load import (
     check_text,
     default_sampling,
@@ -208,11 +209,22 @@ class LLM:
         self, prompt: str | list[int], params: SamplingParams, **options: Any
     ) -> list[Request]:
         """Queue a request for each of the prompt's n samples; they share the prompt's KV."""
-        requests = self._submission.requests(prompt, params, self._num_submitted, **options)
+        requests = self.prepare(prompt, params, self._num_submitted, **options)
         for request in requests:
             self.engine.add(request)
         self._num_submitted += 1
         return requests
+
+    def prepare(
+        self, prompt: str | list[int], params: SamplingParams, index: int, **options: Any
+    ) -> list[Request]:
+        """The requests of submission number ``index``, not yet queued; any thread may call it."""
+        return self._submission.requests(prompt, params, index, **options)
+
+    def take_index(self) -> int:
+        """The number of the next submission, which is then taken; seeds are derived from it."""
+        self._num_submitted += 1
+        return self._num_submitted - 1
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV of ended requests, as a measurement of cold prompts needs."""
@@ -224,14 +236,18 @@ class LLM:
             raise ValueError(f"request {request.request_id!r} has not ended")
         output_ids = request.sequence.output_ids
         wants_logprobs = request.params.logprobs is not None
-        text = None if request.output_text is None else request.output_text.text
+        reason, error, output_text = request.finish_reason, request.error, request.output_text
+        try:
+            text = self.decode(output_ids) if output_text is None else output_text.text
+        except Exception as failure:  # whatever a tokenizer raises on what a model made
+            text, reason, error = "", "error", error or f"text: {describe(failure)}"
         return Completion(
-            text=self.decode(output_ids) if text is None else text,
+            text=text,
             token_ids=output_ids,
-            finish_reason=request.finish_reason,
+            finish_reason=reason,
             logprobs=request.logprobs if wants_logprobs else None,
             stats=request.stats,
-            error=request.error,
+            error=error,
             stop_reason=request.stop_reason,
             index=request.sequence.sample_index,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagedraft.decoding.commit import commit
+from pagedraft.decoding.detokenize import OutputText
 from pagedraft.decoding.failure import describe
 from pagedraft.scheduler.request import FinishReason, Request
 
@@ -24,21 +25,26 @@ class Kept(NamedTuple):
 def keep(request: Request, tokens: list[int]) -> Kept:
     """Apply the output contract to a pass's tokens; -1, a failed draw, can only be the last.
 
-    A failed draw counts only if the tokens before it do not end the request: plain decoding would
-    not get there.
+    A failed draw, or a token whose text cannot be made, counts only if the tokens before it do not
+    end the request: plain decoding would not get there. Those are kept.
     """
     valid = [token for token in tokens if token >= 0]
     kept: list[int] = []
     if valid:
-        result = commit(
-            valid,
-            num_output=request.num_output,
-            num_context=request.num_tokens,
-            max_tokens=request.params.max_tokens,
-            max_context=request.max_context,
-            stop_ids=request.stop_ids,
-            push=None if request.output_text is None else request.output_text.push,
-        )
+        text = None if request.output_text is None else _Text(request.output_text)
+        try:
+            result = commit(
+                valid,
+                num_output=request.num_output,
+                num_context=request.num_tokens,
+                max_tokens=request.params.max_tokens,
+                max_context=request.max_context,
+                stop_ids=request.stop_ids,
+                push=None if text is None else text.push,
+            )
+        except _TextFailure as unreadable:
+            assert text is not None
+            return Kept(valid[: text.num_pushed], "error", error=str(unreadable))
         kept = list(result.tokens)
         if result.finish_reason is not None:
             return Kept(kept, result.finish_reason, result.stop_reason)
@@ -48,6 +54,29 @@ def keep(request: Request, tokens: list[int]) -> Kept:
     failure = request.sequence.failures.get(position)
     error = failure or f"logits: no finite maximum at position {position} (NaN?)"
     return Kept(kept, "error", error=error)
+
+
+class _TextFailure(Exception):
+    """The tokenizer made no text of a token, and why."""
+
+
+class _Text:
+    """A request's text that counts its tokens: those before one that fails are kept."""
+
+    def __init__(self, output_text: OutputText) -> None:
+        self.num_pushed = 0
+        self._output_text = output_text
+
+    def push(self, token: int) -> str | None:
+        """As ``OutputText.push``; raises _TextFailure for whatever the tokenizer raises."""
+        try:
+            stop = self._output_text.push(token)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in a tokenizer's native code is no Exception
+            raise _TextFailure(f"text of token {token}: {describe(error)}") from error
+        self.num_pushed += 1
+        return stop
 
 
 def call_back(request: Request, tokens: list[int]) -> str | None:
