@@ -2,6 +2,10 @@
 
 One ``step()`` runs one forward pass of the target over whatever mix of prompt chunks, decoded
 tokens and drafts the plan chose. Requests differ only in how many tokens they have to catch up.
+
+The host reads the device once a step, after everything is launched. Until then nothing of the step
+is committed, so one that fails on its way leaves every request as it was. What the next launch does
+not need, callbacks and observers, can wait until that one is under way (``overlap``).
 """
 
 from __future__ import annotations
@@ -9,25 +13,28 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 
-import torch
-
 from pagedraft.decoding.controller import DraftController
-from pagedraft.decoding.drafters.base import Drafter, Proposal
+from pagedraft.decoding.drafters.base import Drafter
 from pagedraft.decoding.params import check_int
-from pagedraft.decoding.verify import verify_rows
-from pagedraft.kernels.copy_blocks import copy_blocks
-from pagedraft.model.batch import Span, build_step_batch
 from pagedraft.model.block_pool import BlockPool
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.admission import check_request
-from pagedraft.scheduler.logprobs import add_logprobs, raw_logits
+from pagedraft.scheduler.launch import Launched, Launcher
+from pagedraft.scheduler.logprobs import add_logprobs
 from pagedraft.scheduler.metrics import EngineStats
-from pagedraft.scheduler.output import call_back, is_in_doubt, keep
+from pagedraft.scheduler.observer import Observer, StepRecord
+from pagedraft.scheduler.outbox import Outbox
+from pagedraft.scheduler.output import Kept, is_in_doubt, keep
+from pagedraft.scheduler.pace import Pace
 from pagedraft.scheduler.plan import StepPlan, plan_step
 from pagedraft.scheduler.prefix import Prefixes
-from pagedraft.scheduler.request import FinishReason, Request
-from pagedraft.scheduler.speculation import NOTHING, Speculation
+from pagedraft.scheduler.request import Request
+from pagedraft.scheduler.roster import Roster
+from pagedraft.scheduler.rows import Rows, Step
+from pagedraft.scheduler.speculation import Speculation
+from pagedraft.scheduler.step_limit import StepLimit, free_device_memory, is_out_of_memory
+from pagedraft.scheduler.waiting import WaitingQueue
 
 
 class Engine:
@@ -38,6 +45,9 @@ class Engine:
         are needed.
     token_budget: most tokens a step feeds; max_rows: most requests a step runs; chunk_tokens: most
     prompt tokens one request feeds in a step (None: the budget).
+    overlap: run callbacks and observers of a step while the next one is on the device; None: on a
+        GPU. Where the device is the CPU nothing is gained, and tokens would be told a step late.
+    observers: told of submissions, aborts, preemptions and steps (observer.py).
     """
 
     def __init__(
@@ -51,6 +61,8 @@ class Engine:
         max_rows: int = 64,
         chunk_tokens: int | None = None,
         prefix_cache: bool = True,
+        overlap: bool | None = None,
+        observers: Seq[Observer] = (),
     ) -> None:
         for name, value in (("token_budget", token_budget), ("max_rows", max_rows)):
             check_int(name, value, 1)
@@ -64,15 +76,35 @@ class Engine:
         self.speculation = Speculation(
             drafters, controller or DraftController(), target.config.vocab_size, target.device
         )
+        self.pace = Pace(token_budget)
         self.token_budget = token_budget
         self.max_rows = max_rows
         self.chunk_tokens = chunk_tokens
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
+        self.overlap = target.device.type == "cuda" if overlap is None else overlap
         self.stats = EngineStats()
-        self._live_ids: set[str] = set()
-        self._num_submitted = 0
+        self.outbox = Outbox(observers, lambda request, error: self._fail(request, error))
+        rows = Rows(
+            max_rows,
+            min(self.pool.num_usable, self.pool.blocks_for(target.config.max_positions)),
+            block_size=self.pool.block_size,
+            device=target.device,
+            row_multiple=target.row_multiple,
+        )
+        self._roster = Roster(rows)
+        self._launcher = Launcher(target.forward, self.caches, rows)
+        self._limit = StepLimit()
+        self._num_steps = 0
         self._is_stepping = False
+
+    @property
+    def waiting(self) -> WaitingQueue[Request]:
+        """Requests that have yet to be admitted, or again after a preemption."""
+        return self._roster.waiting
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that own KV, by rank and arrival."""
+        return self._roster.running
 
     @property
     def has_work(self) -> bool:
@@ -82,27 +114,26 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request, or raise ValueError naming what makes it impossible."""
         check_request(request, self.target.config.vocab_size, self.pool)
-        if request.request_id in self._live_ids:
-            raise ValueError(f"request_id: {request.request_id!r} is in use by a live request")
-        self._live_ids.add(request.request_id)
-        request.arrival = self._num_submitted
-        self._num_submitted += 1
+        self._roster.add(request)
+        self.pace.admit(request)
         self.speculation.admit(request)
-        self.waiting.append(request)
+        self.outbox.added(request)
 
     def abort(self, request: Request) -> None:
         """End a request now, wherever it stands; its blocks go back. A no-op if it has ended."""
         if not request.finished:
-            self._finish(request, "abort")
+            self._finish(request, Kept([], "abort"))
+            self.outbox.aborted(request)
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks; it runs again later and keeps its output."""
-        if request not in self.running:
+        if request.row < 0:
             raise ValueError(f"request {request.request_id!r}: expected one that runs")
         self.pool.free(request.request_id, request.block_ids)
         request.block_ids.clear()
         request.drop_kv()
         self._requeue(request)
+        self.outbox.preempted(request)
 
     def abort_all(self) -> None:
         """End every request."""
@@ -112,7 +143,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one pass; return the requests that got tokens or ended in it.
 
-        Callbacks run inside; they may submit and abort requests, but not step.
+        Callbacks run inside; they may submit and abort requests, but not step. With ``overlap``
+        they get a step's tokens while the next one runs, or at once if there is none.
         """
         if self._is_stepping:
             raise RuntimeError("step: called while a step runs, by a callback or another thread")
@@ -122,151 +154,152 @@ class Engine:
         finally:
             self._is_stepping = False
 
-    def _step(self) -> list[Request]:
-        began = time.perf_counter()
-        self.speculation.decide(self.running, self._num_other_tokens())
-        plan = self._plan()
-        if not plan.scheduled:
-            return []
-        self._copy_forked_blocks(plan)
-        proposals = self.speculation.propose(plan.scheduled)
-        num_fed, logits_QV, sampled = self._forward(plan.scheduled, proposals)
-        num_committed = self._commit_rows(logits_QV, sampled, proposals) if sampled else 0
-        for request in plan.scheduled:
-            if not request.finished:
-                self.prefixes.publish(request)
-        seconds = time.perf_counter() - began
-        self.speculation.record_step(plan.scheduled, proposals, num_fed, num_committed, seconds)
-        self._record(seconds, num_fed, num_committed)
-        return sampled
-
     def check_integrity(self) -> None:
         """Raise unless every pool block is free, cached, or owned by the live requests it says."""
         live = [*self.running, *self.waiting]
         self.pool.check_integrity({request.request_id: request.block_ids for request in live})
         self.prefixes.check_integrity()
 
-    def _num_other_tokens(self) -> int:
-        """Tokens of prompts and recomputation that could fill the next step."""
-        pending = sum(r.sequence.num_pending for r in self.running if r.sequence.num_pending > 1)
-        for request in self.waiting:
-            pending += request.sequence.num_pending
-            if pending >= self.token_budget:
-                break
-        return min(pending, self.token_budget)
+    def _step(self) -> list[Request]:
+        record = StepRecord(self._num_steps, time.perf_counter())
+        plan = self._plan(record)
+        if not plan.scheduled:
+            self.outbox.send()
+            return []
+        try:
+            launched = self._launch(plan, record)
+            self.outbox.send()  # what the step before left, while this one runs
+            verified = launched.read()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._make_room(plan, error)
+            return []
+        self._commit(launched, verified, record)
+        self._end_step(launched.step, plan, record)
+        if not (self.overlap and self.has_work):
+            self.outbox.send()
+        return launched.step.sampled
 
-    def _plan(self) -> StepPlan[Request]:
+    def _plan(self, record: StepRecord) -> StepPlan[Request]:
         """Plan the step and move requests between the queues."""
+        self.speculation.decide(self.running, self._num_other_tokens())
+        budget, urgent = self.pace.plan(self.running, self.waiting, record.began)
         plan = plan_step(
             self.waiting,
             self.running,
             self.pool,
-            self.token_budget,
+            self._limit.cap(self.token_budget),
             self.max_rows,
             self.chunk_tokens,
-            prefixes=self.prefixes,
+            self.prefixes,
+            prompt_budget=budget,
+            urgent=urgent,
         )
         for request in plan.preempted:
             self._requeue(request)
+        self._roster.admit(plan)
         for request in plan.admitted:
-            self.waiting.remove(request)
-            self.running.append(request)
             request.stats.num_cached_tokens += request.num_written
+        record.planned = time.perf_counter()
+        record.scheduled, record.prompt_budget, record.urgent = plan.scheduled, budget, urgent
+        record.admitted, record.preempted = plan.admitted, plan.preempted
         return plan
+
+    def _num_other_tokens(self) -> int:
+        """Tokens of prompts and recomputation that could fill the next step."""
+        pending = sum(request.sequence.num_pending for request in self._roster.prompts)
+        if self.waiting and len(self.running) < self.max_rows:
+            pending += next(self.waiting.candidates()).sequence.num_pending
+        return min(pending, self.token_budget)
 
     def _requeue(self, request: Request) -> None:
         """Let a running request without KV wait again."""
-        self.running.remove(request)
-        self.waiting.append(request)
+        self._roster.requeue(request)
         self._forget(request)
 
-    def _copy_forked_blocks(self, plan: StepPlan[Request]) -> None:
+    def _launch(self, plan: StepPlan[Request], record: StepRecord) -> Launched:
+        """Put the whole step on the device: copies, drafts, forward pass, draws and verdict."""
         copies = self.prefixes.take_copies()
-        if not copies:
+        if copies:
+            try:
+                self._launcher.copy(copies)
+            except BaseException:  # an interrupt too: no fork may run without its copy
+                for request in plan.admitted:
+                    self.preempt(request)
+                raise
+        record.drafts = self.speculation.propose(plan.scheduled)
+        record.drafted = time.perf_counter()
+        launched = self._launcher.launch(plan.scheduled, record.drafts)
+        record.launched = time.perf_counter()
+        return launched
+
+    def _make_room(self, plan: StepPlan[Request], error: BaseException) -> None:
+        """A step ran out of memory: the next ones feed half of it, and fewer rows run."""
+        num_fed = sum(plan.scheduled.values())
+        free_device_memory(self.target.device)
+        self.stats.num_out_of_memory += 1
+        if num_fed == 1:
+            [request] = plan.scheduled
+            self._fail(request, f"out of memory: {error}")
             return
-        tensors = [tensor for cache in self.caches for tensor in cache.tensors]
-        try:
-            copy_blocks(tensors, torch.tensor(copies))
-        except BaseException:  # an interrupt too: no fork may run without its copy
-            for request in plan.admitted:
-                self.preempt(request)
-            raise
+        self._limit.shrink(num_fed)
+        for request in self.running[self._limit.cap(num_fed) :]:
+            self.preempt(request)
 
-    def _forward(
-        self, scheduled: dict[Request, int], proposals: dict[Request, Proposal]
-    ) -> tuple[int, torch.Tensor, list[Request]]:
-        """Run the target; return tokens fed, logits, and the requests these belong to in order."""
-        spans, sampled = [], []
-        for request, num_tokens in scheduled.items():
-            sequence = request.sequence
-            drafts = proposals.get(request, NOTHING).tokens
-            fed = min(num_tokens, sequence.num_pending)
-            start = sequence.num_written
-            completes = fed == sequence.num_pending
-            tokens = sequence.token_ids[start : start + fed] + drafts
-            num_logits = len(drafts) + 1 if completes else 0
-            spans.append(Span(tokens, start, sequence.block_ids, num_logits))
-            if completes:
-                sampled.append(request)
-        batch = build_step_batch(
-            spans,
-            block_size=self.cache.block_size,
-            device=self.target.device,
-            row_multiple=self.target.row_multiple,
-        )
-        logits_QV = self.target.forward(batch, self.cache)
-        for request, num_tokens in scheduled.items():
-            if num_tokens < request.sequence.num_pending:  # others count when they commit
+    def _commit(self, launched: Launched, verified: list[list[int]], record: StepRecord) -> None:
+        """Keep what the output contract keeps of each row, and end what is done."""
+        step, logits_QV = launched.step, launched.logits_QV
+        for request, num_tokens in step.unfinished:
+            if request.row >= 0:  # else a callback of the step before ended or preempted it
                 request.sequence.num_written += num_tokens
-        return sum(len(span.token_ids) for span in spans), logits_QV, sampled
-
-    def _commit_rows(
-        self,
-        logits_QV: torch.Tensor,
-        sampled: list[Request],
-        proposals: dict[Request, Proposal],
-    ) -> int:
-        """Verify, keep what the output contract keeps, end what is done; return tokens kept."""
-        drafts = [proposals.get(request, NOTHING) for request in sampled]
-        raw = raw_logits(logits_QV, sampled, drafts)
-        verified = verify_rows(logits_QV, [r.sequence for r in sampled], drafts)
         now = time.perf_counter()
-        first_row = num_kept = 0
-        for request, proposal, tokens in zip(sampled, drafts, verified, strict=True):
-            rows_QV = raw.get(request, logits_QV[first_row : first_row + len(tokens)])
-            first_row += len(proposal.tokens) + 1
-            if request.finished:  # a callback of this very step aborted it
+        first_row = 0
+        for request, proposal, tokens in zip(step.sampled, step.proposals, verified, strict=True):
+            row, first_row = first_row, first_row + len(proposal.tokens) + 1
+            if request.row < 0:
                 continue
-            if proposal.tokens and tokens[-1] < 0 and is_in_doubt(request, len(tokens)):
+            if tokens[-1] < 0 and proposal.tokens and is_in_doubt(request, len(tokens)):
                 self._retry_without_drafts(request)
                 continue
-            num_kept += self._emit(request, proposal, tokens, rows_QV, now)
-        return num_kept
+            kept = keep(request, tokens)
+            if kept.tokens:
+                record.emitted[request] = kept.tokens
+                if request.params.logprobs is not None:
+                    rows_QV = launched.raw.get(request, logits_QV[row : row + len(tokens)])
+                    add_logprobs(request, rows_QV[: len(kept.tokens)], kept.tokens)
+                request.stats.emissions.append((now, len(kept.tokens)))
+            self.speculation.settle(request, proposal, tokens, len(kept.tokens))
+            if kept.tokens:
+                request.sequence.append(kept.tokens)
+                self.waiting.charge(request.tenant, len(kept.tokens))
+                self.outbox.put(request, kept.tokens)
+            if kept.reason is not None:
+                self._finish(request, kept)
 
-    def _emit(
-        self,
-        request: Request,
-        proposal: Proposal,
-        tokens: list[int],
-        logits_QV: torch.Tensor,
-        now: float,
-    ) -> int:
-        """Keep what the output contract keeps of ``tokens``; return how many."""
-        kept = keep(request, tokens)
-        count = len(kept.tokens)
-        self.speculation.settle(request, proposal, tokens, count)
-        if count and request.params.logprobs is not None:
-            add_logprobs(request, logits_QV[:count], kept.tokens)
-        if count:
-            request.sequence.append(kept.tokens)
-            request.stats.emissions.append((now, count))
-        if kept.reason is not None:
-            request.stop_reason = kept.stop_reason
-            self._finish(request, kept.reason, kept.error)
-        error = call_back(request, kept.tokens) if count else None
-        if error is not None and not request.finished:
-            self._finish(request, "error", error)
-        return count
+    def _end_step(self, step: Step, plan: StepPlan[Request], record: StepRecord) -> None:
+        """Publish what has been computed, and feed the step to statistics and models of cost."""
+        for request in step.sampled:
+            self._roster.prompts.pop(request, None)
+        for request in plan.scheduled:
+            if not request.finished:
+                self.prefixes.publish(request)
+        record.finished = time.perf_counter()
+        seconds = record.finished - record.began
+        num_fed = step.batch.num_tokens
+        num_kept = sum(map(len, record.emitted.values()))
+        self.speculation.record_step(plan.scheduled, record.drafts, num_fed, num_kept, seconds)
+        self.pace.record(plan.scheduled, seconds)
+        self._limit.note_step(self.token_budget)
+        self._num_steps += 1
+        used = owned = 0
+        for request in self.running:
+            used += request.sequence.num_written
+            owned += len(request.sequence.block_ids)
+        self.stats.record(seconds, num_fed, num_kept, used, owned * self.pool.block_size)
+        record.num_waiting, record.num_running = len(self.waiting), len(self.running)
+        record.num_free, record.num_evictable = self.pool.num_free, self.pool.num_evictable
+        self.outbox.close(record)
 
     def _retry_without_drafts(self, request: Request) -> None:
         """Decode this step's tokens again one by one: the NaN may be a rejected draft's.
@@ -277,16 +310,18 @@ class Engine:
         request.sequence.append([])
         self.speculation.turn_off(request, None, "NaN in a step with drafts")
 
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        request.finish_reason = reason
-        request.error = error
-        if request.block_ids and reason != "error":  # whose KV may hold what went wrong
+    def _fail(self, request: Request, error: str) -> None:
+        self._finish(request, Kept([], "error", error=error))
+
+    def _finish(self, request: Request, kept: Kept) -> None:
+        request.finish_reason = kept.reason
+        request.stop_reason = kept.stop_reason
+        request.error = kept.error
+        if request.block_ids and kept.reason != "error":  # whose KV may hold what went wrong
             self.prefixes.publish(request)
         self._forget(request)
-        self._live_ids.discard(request.request_id)
-        for queue in (self.running, self.waiting):
-            if request in queue:
-                queue.remove(request)
+        self.pace.forget(request)
+        self._roster.remove(request)
         if request.block_ids:
             self.pool.free(request.request_id, request.block_ids)
             request.block_ids.clear()
@@ -294,9 +329,3 @@ class Engine:
     def _forget(self, request: Request) -> None:
         self.speculation.forget(request)
         self.prefixes.forget(request)
-
-    def _record(self, seconds: float, num_fed: int, num_committed: int) -> None:
-        """Feed the step to the statistics."""
-        used = sum(request.num_written for request in self.running)
-        owned = sum(len(request.block_ids) for request in self.running) * self.pool.block_size
-        self.stats.record(seconds, num_fed, num_committed, used, owned)

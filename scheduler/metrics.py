@@ -15,6 +15,7 @@ class EngineStats:
     """Sums over an engine's steps. Times are seconds.
 
     slot_steps_owned, slot_steps_used: KV slots owned and holding a token, summed over steps.
+    num_out_of_memory: steps that ran out of device memory and were run again in parts.
     """
 
     num_steps: int = 0
@@ -23,6 +24,7 @@ class EngineStats:
     num_committed: int = 0
     slot_steps_owned: int = 0
     slot_steps_used: int = 0
+    num_out_of_memory: int = 0
 
     def record(self, seconds: float, fed: int, committed: int, used: int, owned: int) -> None:
         """Add one step."""

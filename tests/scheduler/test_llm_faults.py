@@ -42,9 +42,11 @@ def test_a_callback_that_raises_ends_its_own_request(llm):
     assert good.finish_reason == "length"
 
 
-@pytest.mark.parametrize("max_tokens", [1, 8])
-def test_a_callback_may_abort_another_request_of_its_step(llm, max_tokens):
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_callback_may_abort_another_request_of_its_step(llm, overlap):
+    """It keeps the tokens of the step, which is over, and hears no more."""
+    llm.engine.overlap = overlap
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     heard, requests = [], {}
     llm.submit([5, 6, 7], params, on_tokens=lambda tokens: llm.engine.abort(requests["other"]))
     requests["other"] = llm.submit([8, 9], params, on_tokens=heard.extend)
@@ -53,7 +55,21 @@ def test_a_callback_may_abort_another_request_of_its_step(llm, max_tokens):
         llm.engine.check_integrity()
     assert heard == []
     assert requests["other"].finish_reason == "abort"
-    assert requests["other"].sequence.output_ids == []
+    assert len(requests["other"].sequence.output_ids) == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_callback_comes_too_late_to_abort_what_its_step_ended(llm, overlap):
+    llm.engine.overlap = overlap
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    heard, requests = [], {}
+    llm.submit([5, 6, 7], params, on_tokens=lambda tokens: llm.engine.abort(requests["other"]))
+    requests["other"] = llm.submit([8, 9], params, on_tokens=heard.extend)
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    assert heard == requests["other"].sequence.output_ids
+    assert requests["other"].finish_reason == "length"
 
 
 def test_a_step_inside_a_step_is_refused(llm):

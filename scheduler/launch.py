@@ -1,0 +1,65 @@
+"""A step on the device: block copies, the forward pass, draws and verdict. Nothing waits here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from pagedraft.decoding.drafters.base import Proposal
+from pagedraft.decoding.verify import Verification, start_verification
+from pagedraft.kernels.copy_blocks import copy_blocks
+from pagedraft.model.batch import StepBatch
+from pagedraft.model.kv_cache import KVCache
+from pagedraft.scheduler.logprobs import raw_logits
+from pagedraft.scheduler.request import Request
+from pagedraft.scheduler.rows import Rows, Step
+
+Forward = Callable[[StepBatch, KVCache], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A pass under way.
+
+    raw: copies of logits that verification changes and whose values are to be reported.
+    verification: None where no row ends in a draw.
+    """
+
+    step: Step
+    logits_QV: torch.Tensor
+    raw: Mapping[Request, torch.Tensor]
+    verification: Verification | None
+
+    def read(self) -> list[list[int]]:
+        """Wait for the tokens of each sampled row: accepted drafts and one more."""
+        return [] if self.verification is None else self.verification.read()
+
+
+class Launcher:
+    """Launches the steps of one engine. forward: the target's, or what stands for it."""
+
+    def __init__(self, forward: Forward, caches: Seq[KVCache], rows: Rows) -> None:
+        self.forward = forward
+        self._caches = list(caches)
+        self._rows = rows
+
+    def copy(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy (source, destination) blocks in all pools."""
+        tensors = [tensor for cache in self._caches for tensor in cache.tensors]
+        copy_blocks(tensors, torch.tensor(copies))
+
+    def launch(
+        self, scheduled: Mapping[Request, int], proposals: Mapping[Request, Proposal]
+    ) -> Launched:
+        """Launch the pass of a plan whose drafts are known."""
+        step = self._rows.lay_out(scheduled, proposals)
+        logits_QV = self.forward(step.batch, self._caches[0])
+        if not step.sampled:
+            return Launched(step, logits_QV, {}, None)
+        raw = raw_logits(logits_QV, step.sampled, step.proposals)
+        sequences = [request.sequence for request in step.sampled]
+        verification = start_verification(logits_QV, sequences, step.proposals)
+        return Launched(step, logits_QV, raw, verification)
