@@ -89,11 +89,13 @@ def num_missing(request: Schedulable, span: int, pool: BlockPool) -> int:
 
 def grant(request: Schedulable, span: int, pool: BlockPool) -> bool:
     """Append the blocks that ``span`` more tokens need; False, changing nothing, if too few."""
+    sequence = request.sequence
+    if sequence.num_written + span <= len(sequence.block_ids) * pool.block_size:
+        return True
     missing = num_missing(request, span, pool)
-    if missing > 0:
-        if missing > pool.num_free:
-            return False
-        request.sequence.block_ids.extend(pool.allocate(request.request_id, missing))
+    if missing > pool.num_free:
+        return False
+    sequence.block_ids.extend(pool.allocate(request.request_id, missing))
     return True
 
 
@@ -101,16 +103,18 @@ def add_drafts(
     plan: StepPlan[RequestT], request: RequestT, pool: BlockPool, room: Room, *, is_prompt: bool
 ) -> None:
     """Lengthen a span that reaches the last token by drafts, as room and free slots allow."""
-    drafts = min(request.num_drafts, room.tokens)
-    if is_prompt:
-        drafts = min(drafts, room.prompt_tokens)
+    drafts = request.num_drafts
+    left = min(room.tokens, room.prompt_tokens) if is_prompt else room.tokens
+    if drafts > left:
+        drafts = left
     span, sequence = plan.scheduled[request], request.sequence
     num_tokens = len(sequence.token_ids)
     if drafts == 0 or span < num_tokens - sequence.num_written:
         return
-    num_slots = (len(sequence.block_ids) + pool.num_free) * pool.block_size
-    drafts = min(drafts, num_slots - num_tokens)
-    grant(request, span + drafts, pool)
+    if num_tokens + drafts > len(sequence.block_ids) * pool.block_size:
+        num_slots = (len(sequence.block_ids) + pool.num_free) * pool.block_size
+        drafts = min(drafts, num_slots - num_tokens)
+        grant(request, span + drafts, pool)
     plan.scheduled[request] = span + drafts
     room.tokens -= drafts
     if is_prompt:

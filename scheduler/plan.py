@@ -90,12 +90,13 @@ def fits_pool(num_tokens_total: int, pool: BlockPool) -> bool:
 def _serve_all(
     plan: StepPlan[RequestT], running: Sequence[RequestT], pool: BlockPool, room: Room
 ) -> bool:
-    """Schedule all rows with all they want; False, changing nothing, if it is too much.
+    """Schedule all rows with all they want, but for prompts that the prompt budget cuts; False,
+    changing nothing, if it is too much for the token budget or the pool.
 
     The common case in a tight loop: most rows decode, and few of them need a block.
     """
-    size, chunk, spans = pool.block_size, room.chunk, plan.scheduled
-    num_prompt = 0
+    size, spans, prompt_left = pool.block_size, plan.scheduled, room.prompt_tokens
+    prompt_drafts = 0
     short = []
     for request in running:
         sequence = request.sequence
@@ -103,22 +104,27 @@ def _serve_all(
         span = len(sequence.token_ids) - written
         if span == 1:
             span += request.num_drafts
-        else:
+        elif prompt_left:
             pending = num_pending(request)
-            span = pending + request.num_drafts if pending <= chunk else chunk
-            num_prompt += span
+            span = min(pending, room.chunk, prompt_left)
+            prompt_left -= span
+            if span == pending:
+                prompt_drafts += request.num_drafts
+                span += request.num_drafts
+        else:
+            continue
         spans[request] = span
         if written + span > len(sequence.block_ids) * size:
             short.append(request)
     total = sum(spans.values())
     missing = [num_missing(request, spans[request], pool) for request in short]
-    if total > room.tokens or num_prompt > room.prompt_tokens or sum(missing) > pool.num_free:
+    if total > room.tokens or prompt_drafts > prompt_left or sum(missing) > pool.num_free:
         spans.clear()
         return False
     for request, count in zip(short, missing, strict=True):
         request.sequence.block_ids.extend(pool.allocate(request.request_id, count))
     room.tokens -= total
-    room.prompt_tokens -= num_prompt
+    room.prompt_tokens = prompt_left - prompt_drafts
     return True
 
 
@@ -137,8 +143,8 @@ def _serve_in_turn(
     rows = list(running)
     spans = _spans(rows, room, urgent, reserved)
     for request in rows:  # a full pool shortens the list from its end while we walk it
-        span = spans.get(request, 0)
-        if span == 0:
+        span = spans.get(request)
+        if span is None:
             continue
         while not grant(request, span, pool):
             room.tokens += spans.get(rows[-1], 0)
@@ -148,7 +154,10 @@ def _serve_in_turn(
         else:
             plan.scheduled[request] = span
     for request in plan.scheduled:
-        add_drafts(plan, request, pool, room, is_prompt=num_pending(request) > 1)
+        if room.tokens == 0:
+            break
+        if request.num_drafts:
+            add_drafts(plan, request, pool, room, is_prompt=num_pending(request) > 1)
     room.release()
 
 

@@ -3,8 +3,7 @@
 **Rank**: ``arrival + ageing * priority``; the lower one goes first. It never changes, so there is
 no clock, and a schedule can be replayed. One level of priority is worth ``ageing`` arrivals, so
 nobody starves: of the requests that arrive after one of priority p, at most
-``ageing * (p - q) - 1`` go before it, where q < p is the most important priority among them, and
-none if there is no such q.
+``max(0, ageing * (p - q) - 1)`` go before it, where q is the most important priority among them.
 
 **Fair share**: deficit round robin over tenants. Each has an account of the tokens it was served,
 and is in *turn* ``served // quantum``: those in the earliest turn are served, one tenant after the
@@ -191,8 +190,11 @@ class WaitingQueue(Generic[QueuedT]):
         if not self._homes:
             return
         account = self._accounts.get(tenant) or self._open(tenant)
+        if not account.requests:
+            account.served = max(account.served, self._earliest()) + num_tokens
+            return
         account.served += num_tokens
-        if account.requests and account.served // self.quantum > account.turn:
+        if account.served // self.quantum > account.turn:
             self._overdrawn[account] = None
 
     def select(self, requests: Collection[QueuedT]) -> list[QueuedT]:
@@ -203,7 +205,7 @@ class WaitingQueue(Generic[QueuedT]):
         """All that wait, in the order of admission, without taking them out: first the ``urgent``.
 
         To admit a request, charge its tenant before going on: that decides whose turn is next. To
-        pass one over, just go on. Nothing may be pushed or removed meanwhile.
+        pass one over, just go on. Meanwhile nothing may be pushed or removed, nor others charged.
         """
         first = self.select(urgent) if urgent else []
         yield from first

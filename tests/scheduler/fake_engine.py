@@ -13,8 +13,7 @@ from pagedraft.model.block_pool import BlockPool
 from pagedraft.scheduler.plan import StepPlan, plan_step
 from pagedraft.scheduler.prefix import Prefixes
 from pagedraft.scheduler.waiting import AGEING, WaitingQueue
-
-BLOCK = 4
+from pagedraft.tests.scheduler.plan_checks import BLOCK, check_plan, rank
 
 
 @dataclass(eq=False)
@@ -25,6 +24,7 @@ class FakeRequest:
     sequence: Sequence
     num_drafts: int = 0
     priority: int = 0
+    ageing: int = AGEING
     num_final: int = 1000  # tokens at which it ends
     parent: FakeRequest | None = None
     tenant: str | None = None
@@ -38,7 +38,7 @@ class FakeRequest:
 
     @property
     def rank(self) -> int:
-        return self.arrival + AGEING * self.priority
+        return self.arrival + self.ageing * self.priority
 
     @property
     def num_tokens(self) -> int:
@@ -83,10 +83,6 @@ def make_pool(num_usable: int, requests: list[FakeRequest]) -> BlockPool:
     return pool
 
 
-def rank(request: FakeRequest) -> tuple[int, int]:
-    return request.rank, request.arrival
-
-
 def queue_of(*requests: FakeRequest) -> WaitingQueue[FakeRequest]:
     queue: WaitingQueue[FakeRequest] = WaitingQueue()
     for request in requests:
@@ -101,12 +97,6 @@ def describe(plan: StepPlan[FakeRequest]) -> dict:
         "admitted": [request.arrival for request in plan.admitted],
         "preempted": [request.arrival for request in plan.preempted],
     }
-
-
-def check_blocks(requests: list[FakeRequest], plan: StepPlan[FakeRequest], pool: BlockPool) -> None:
-    pool.check_integrity({request.request_id: request.block_ids for request in requests})
-    for request, span in plan.scheduled.items():
-        assert len(request.block_ids) * BLOCK >= request.num_written + span
 
 
 class FakeKV:
@@ -172,12 +162,15 @@ class FakeEngine:
             urgent=urgent,
         )
         self.move(plan)
-        self.check(plan, head)
-        self.check_order(plan, prompt_budget, urgent)
+        self.check(plan, head, prompt_budget, urgent)
         self.start_sharing(plan)
         for request, span in plan.scheduled.items():
             self.run(request, span)
         return plan
+
+    def check(self, plan: StepPlan, head: FakeRequest | None, *given) -> None:
+        """What holds after every plan, before its step runs."""
+        check_plan(self, plan, head, *given)
 
     def move(self, plan: StepPlan[FakeRequest]) -> None:
         """Between the queues, as the plan says."""
@@ -243,54 +236,3 @@ class FakeEngine:
         else:
             self.running.remove(request)
         self.finished.append(request)
-
-    def check(self, plan: StepPlan, head: FakeRequest | None) -> None:
-        """What holds after every plan."""
-        spans = plan.scheduled
-        check_blocks(self.live, plan, self.pool)
-        assert all(span >= 1 for span in spans.values())
-        assert sum(spans.values()) <= self.budget
-        assert len(self.running) <= self.max_rows
-        assert set(spans) <= set(self.running)
-        assert not any(request.block_ids or request.num_written for request in self.waiting)
-        assert not (plan.preempted and plan.admitted)
-        assert spans, "a step without progress"
-        assert head is None or head in spans, "the most important running request must run"
-
-    def check_order(
-        self, plan: StepPlan, prompt_budget: int | None, urgent: Seq[FakeRequest]
-    ) -> None:
-        """Spans respect drafts, chunks, budgets and ranks."""
-        pending = {request: request.sequence.num_pending for request in plan.scheduled}
-        for request, span in plan.scheduled.items():
-            catch_up = min(span, pending[request])
-            assert span - catch_up in range(request.num_drafts + 1)
-            assert catch_up <= (self.chunk or self.budget)
-            assert span == catch_up or catch_up == pending[request]
-        prompts = [r for r in plan.scheduled if pending[r] > 1 or r in plan.admitted]
-        num_prompt = sum(plan.scheduled[request] for request in prompts)
-        if prompt_budget is not None:
-            assert num_prompt <= max(1, prompt_budget)
-        old = [r for r in self.running if r not in plan.admitted]
-        assert old == sorted(old, key=rank)
-        order = [r for r in old if r in plan.scheduled]
-        assert list(plan.scheduled)[: len(order)] == order
-        idle = [r for r in old if r not in plan.scheduled]
-        if any(r.sequence.num_pending == 1 for r in idle):  # a token did not get in
-            assert sum(plan.scheduled.values()) == self.budget
-            assert all(span <= pending[r] for r, span in plan.scheduled.items())
-        kept = [rank(r) for r in self.running]
-        assert all(rank(victim) > max(kept) for victim in plan.preempted)
-        if not urgent:
-            self.check_plain_order(plan, prompt_budget, num_prompt, idle)
-
-    def check_plain_order(
-        self, plan: StepPlan, prompt_budget: int | None, num_prompt: int, idle: list[FakeRequest]
-    ) -> None:
-        """Without urgent requests: by rank, and only what no budget is left for stays idle."""
-        if all(request.tenant is None for request in plan.admitted):
-            assert plan.admitted == sorted(plan.admitted, key=rank)
-        if prompt_budget is None or num_prompt < max(1, prompt_budget):
-            last = max((rank(r) for r in plan.scheduled if r not in plan.admitted), default=None)
-            assert all(rank(request) > last for request in idle)
-            assert not idle or not plan.admitted

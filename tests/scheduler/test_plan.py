@@ -6,16 +6,8 @@ import pytest
 
 from pagedraft.model.block_pool import BlockPool
 from pagedraft.scheduler.plan import fits_pool, plan_step
-from pagedraft.tests.scheduler.fake_engine import (
-    BLOCK,
-    check_blocks,
-    describe,
-    make_pool,
-    queue_of,
-    rank,
-    running,
-    waiting,
-)
+from pagedraft.tests.scheduler.fake_engine import describe, make_pool, queue_of, running, waiting
+from pagedraft.tests.scheduler.plan_checks import BLOCK, check_blocks, rank
 
 # waiting, running, usable blocks, token budget, max rows, chunk tokens -> scheduled and the rest
 CASES = {

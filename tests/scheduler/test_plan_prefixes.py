@@ -7,15 +7,14 @@ import pytest
 from pagedraft.model.block_pool import BlockPool
 from pagedraft.scheduler.plan import plan_step
 from pagedraft.tests.scheduler.fake_engine import (
-    BLOCK,
     FakeRequest,
-    check_blocks,
     describe,
     make_pool,
     queue_of,
     running,
     waiting,
 )
+from pagedraft.tests.scheduler.plan_checks import BLOCK, check_blocks
 
 
 class KnownBlocks:

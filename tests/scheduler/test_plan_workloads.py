@@ -16,14 +16,8 @@ from pagedraft.scheduler.claims import Room
 from pagedraft.scheduler.plan import StepPlan
 from pagedraft.scheduler.prefix import Prefixes, _Chain
 from pagedraft.scheduler.waiting import WaitingQueue
-from pagedraft.tests.scheduler.fake_engine import (
-    BLOCK,
-    FakeEngine,
-    FakeRequest,
-    describe,
-    fake_request,
-    rank,
-)
+from pagedraft.tests.scheduler.fake_engine import FakeEngine, FakeRequest, describe, fake_request
+from pagedraft.tests.scheduler.plan_checks import BLOCK, rank
 
 
 def make_engine(seed: int, has_cache: bool | None = None) -> FakeEngine:

@@ -6,7 +6,8 @@ import pytest
 
 from pagedraft.model.block_pool import BlockPool
 from pagedraft.scheduler.prefix import Prefixes
-from pagedraft.tests.scheduler.fake_engine import BLOCK, FakeRequest, fake_request
+from pagedraft.tests.scheduler.fake_engine import FakeRequest, fake_request
+from pagedraft.tests.scheduler.plan_checks import BLOCK
 
 TEXT = list(range(100, 200))
 
