@@ -107,6 +107,16 @@ class Engine:
         return self._roster.running
 
     @property
+    def observers(self) -> list[Observer]:
+        """Told of submissions, aborts, preemptions and steps."""
+        return self.outbox.observers
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are done."""
+        return self._num_steps
+
+    @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
@@ -170,7 +180,8 @@ class Engine:
             launched = self._launch(plan, record)
             self.outbox.send()  # what the step before left, while this one runs
             verified = launched.read()
-        except (RuntimeError, MemoryError) as error:
+        except BaseException as error:
+            self.outbox.failed(record, error)
             if not is_out_of_memory(error):
                 raise
             self._make_room(plan, error)
@@ -202,6 +213,8 @@ class Engine:
         for request in plan.admitted:
             request.stats.num_cached_tokens += request.num_written
         record.planned = time.perf_counter()
+        if self.observers:
+            record.wanted = {r: r.num_drafts for r in plan.scheduled if r.num_drafts}
         record.scheduled, record.prompt_budget, record.urgent = plan.scheduled, budget, urgent
         record.admitted, record.preempted = plan.admitted, plan.preempted
         return plan

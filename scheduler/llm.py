@@ -28,6 +28,7 @@ from pagedraft.scheduler.engine import Engine
 from pagedraft.scheduler.memory import make_kv_caches
 from pagedraft.scheduler.request import FinishReason, Request, RequestStats
 from pagedraft.scheduler.submission import Submission, as_params, as_prompts
+from pagedraft.scheduler.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class LLM:
     kv_tokens: capacity of the KV pool in tokens; None sizes it from free memory.
     prefix_cache: keep KV of ended requests for prompts that begin the same.
     seed: where the noise of requests without a seed comes from.
+    trace: a file for what the engine does (trace.py), which Perfetto shows and ``replay`` runs
+        again; ``llm.trace.close()`` writes its end.
     """
 
     def __init__(
@@ -89,7 +92,10 @@ class LLM:
         token_budget: int = 512,
         chunk_tokens: int | None = None,
         prefix_cache: bool = True,
+        trace: str | Path | None = None,
     ) -> None:
+        options = {k: v for k, v in locals().items() if k not in ("self", "trace")}
+        self.trace = None if trace is None else Trace(trace)
         names = [] if drafter is not None else drafter_names(speculate, has_draft=draft is not None)
         if drafter is not None:
             check_drafter(drafter)
@@ -102,11 +108,11 @@ class LLM:
         check_int("seed", seed, 0, 2**64 - 1)
         controller = DraftController(k)
         stored = resolve_kv_dtype(kv_dtype)
-        options: dict[str, Any] = {"dtype": dtype, "weights": weights, "device": device}
-        options["exact"] = exact
-        self.target = load_model(model, **options)
+        loading: dict[str, Any] = {"dtype": dtype, "weights": weights, "device": device}
+        loading["exact"] = exact
+        self.target = load_model(model, **loading)
         self.tokenizer = load_tokenizer(self.target)
-        draft_model = self._load_draft(draft, options) if "draft" in names else None
+        draft_model = self._load_draft(draft, loading) if "draft" in names else None
         models = [self.target] if draft_model is None else [self.target, draft_model]
         caches = make_kv_caches(
             models, stored, block_size=block_size, kv_tokens=kv_tokens, max_rows=max_rows
@@ -122,6 +128,8 @@ class LLM:
             chunk_tokens=chunk_tokens,
             prefix_cache=prefix_cache,
         )
+        if self.trace is not None:
+            self.trace.begin(self.engine, options)
         self._num_submitted = 0
         self._submission = Submission(
             self.target.config, self.tokenizer, default_sampling(self.target.folder), seed
@@ -229,6 +237,7 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget the KV of ended requests, as a measurement of cold prompts needs."""
         self.engine.prefixes.clear()
+        self.engine.outbox.cleared()
 
     def completion(self, request: Request) -> Completion:
         """The completion of a request that has ended."""

@@ -19,7 +19,8 @@ class StepRecord:
     """One step. Times are ``time.perf_counter`` seconds.
 
     index: number of the step, from 0. scheduled: each row's span in tokens, drafts included, in row
-    order. drafts: what was verified. emitted: what each request kept, in the order it was kept.
+    order. wanted: drafts that rows were to get, where any; fewer were granted where room was short.
+    drafts: what was verified. emitted: what each request kept, in the order it was kept.
     admitted, preempted: by the plan of this step. prompt_budget, urgent: what the plan was given
     besides the queues (see plan_step). began, planned, drafted, launched, finished: when the plan
     began and ended, when drafts were there, when the forward pass was under way, and when all of
@@ -34,6 +35,7 @@ class StepRecord:
     launched: float = 0.0
     finished: float = 0.0
     scheduled: Mapping[Request, int] = field(default_factory=dict)
+    wanted: Mapping[Request, int] = field(default_factory=dict)
     drafts: Mapping[Request, Proposal] = field(default_factory=dict)
     emitted: dict[Request, list[int]] = field(default_factory=dict)
     admitted: Seq[Request] = ()
@@ -47,9 +49,20 @@ class StepRecord:
 
 
 class Observer(Protocol):
-    """Told what the engine does, in order; ``caller`` is the request whose callback is running."""
+    """Told what the engine does; ``caller`` is the request whose callback is running.
+
+    A step is told of before its callbacks run, and where the engine overlaps host and device only
+    while the next one runs; all else at once. So what is told may belong behind a step that is yet
+    to be told of: ``Engine.num_steps`` says behind how many.
+    """
 
     def on_add(self, request: Request, caller: Request | None) -> None: ...
     def on_abort(self, request: Request, caller: Request | None) -> None: ...
     def on_preempt(self, request: Request, caller: Request | None) -> None: ...
+    def on_clear(self, caller: Request | None) -> None:
+        """The prefix cache was cleared."""
+
+    def on_fail(self, record: StepRecord, error: BaseException) -> None:
+        """A step failed before any of it was committed; its plan stands."""
+
     def on_step(self, record: StepRecord) -> None: ...

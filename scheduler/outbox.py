@@ -71,3 +71,13 @@ class Outbox:
         """Tell of a preemption that no plan asked for."""
         for observer in self.observers:
             observer.on_preempt(request, self.caller)
+
+    def cleared(self) -> None:
+        """Tell of a prefix cache that was cleared."""
+        for observer in self.observers:
+            observer.on_clear(self.caller)
+
+    def failed(self, record: StepRecord, error: BaseException) -> None:
+        """Tell of a step that failed."""
+        for observer in self.observers:
+            observer.on_fail(record, error)

@@ -1,4 +1,4 @@
-"""An engine's speculation and pace as a trace recorded them: nothing drafts and no clock decides."""
+"""Speculation and pace of an engine as a trace recorded them: nobody drafts, no clock decides."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from pagedraft.scheduler.request import Request
 from pagedraft.scheduler.trace_format import recorded_proposal
 
 
+class RecordedFailure(Exception):
+    """A step fails as it did when it was recorded."""
+
+
 class RecordedStep:
     """The step that is replayed now; set before each one.
 
-    args: of its event (``step_args``). requests: all that were submitted, by arrival as recorded.
+    args: of its event (``step_args``), ``fail`` of one that failed. requests: all that were
+    submitted, by arrival as recorded.
     """
 
     def __init__(self) -> None:
@@ -29,10 +34,7 @@ class RecordedStep:
 
 
 class RecordedSpeculation:
-    """Stands in for Speculation (speculation.py) and proposes what a trace has.
-
-    What a draft model had written is set as recorded: sliding windows and swapped KV go by it.
-    """
+    """Stands in for Speculation (speculation.py) and proposes what a trace has."""
 
     def __init__(self, step: RecordedStep) -> None:
         self.drafters: dict[str, Any] = {}
@@ -45,12 +47,14 @@ class RecordedSpeculation:
             request.num_drafts = self._step.rows.get(request, {}).get("wanted", 0)
 
     def propose(self, scheduled: Mapping[Request, int]) -> dict[Request, Proposal]:
-        """The recorded drafts, as far as this plan has room for them."""
+        """The recorded drafts, as far as this plan has room for them; a failure, if it failed."""
+        if "error" in self._step.args:
+            kind = MemoryError if self._step.args["is_out_of_memory"] else RecordedFailure
+            raise kind(self._step.args["error"])
         proposals = {}
         for request, num_tokens in scheduled.items():
             row = self._step.rows.get(request, {})
             proposal = recorded_proposal(row, max(0, num_tokens - request.sequence.num_pending))
-            request.sequence.num_draft_written = row.get("draft_written", 0)
             if proposal.tokens:
                 proposals[request] = proposal
         return proposals

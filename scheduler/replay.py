@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ import torch
 
 from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.observer import StepRecord
-from pagedraft.scheduler.recorded import RecordedPace, RecordedSpeculation, RecordedStep
+from pagedraft.scheduler.recorded import (
+    RecordedFailure,
+    RecordedPace,
+    RecordedSpeculation,
+    RecordedStep,
+)
 from pagedraft.scheduler.request import Request
-from pagedraft.scheduler.trace_check import Outline, outline
+from pagedraft.scheduler.trace_check import outline
 from pagedraft.scheduler.trace_compare import schedule_difference, token_difference
 from pagedraft.scheduler.trace_format import (
-    CALLBACK_ERROR,
     Event,
     build_request,
     read_events,
@@ -115,82 +120,139 @@ def replay(
     llm = llm or _make_llm(found.settings, model, device)
     if not is_fresh(llm.engine):
         raise ValueError("llm: expected one on which nothing has run")
+    llm.engine.overlap = found.settings["engine"].get("overlap", False)
     _check_settings(found.settings, llm)
     report = Report(notes=[*found.notes, *_notes(found.settings, llm)])
-    player = _Player(llm, report)
-    player.play(event for event in read_events(path) if event.line <= found.last_line)
+    _Player(llm, report).play(event for _, event in read_events(path))
     return report
 
 
 class _Player:
-    """Feeds an engine the events of a trace."""
+    """Feeds an engine the events of a trace, and is told by it what its steps became.
+
+    A step runs when the next one is read: what its callbacks did stands between the two.
+    """
 
     def __init__(self, llm: LLM, report: Report) -> None:
         self._llm = llm
         self._engine = llm.engine
         self._report = report
         self._step = RecordedStep()
-        self._inside: dict[int, list[Event]] = {}  # by the request whose callback did it
-        self._record: StepRecord | None = None
-        self._failure: str | None = None
+        self._outside: dict[int, list[Event]] = {}  # by the step that they came before
+        self._inside: dict[tuple[int, int], list[Event]] = {}  # by caller, too
+        self._expected: dict[int, Mapping[str, Any]] = {}  # steps that are yet to be told of
 
     def play(self, events: Iterable[Event]) -> None:
-        """Run to the end or the first difference; the engine is afterwards as it was."""
+        """Run to the end or the first difference."""
         engine: Any = self._engine
-        before = engine.speculation, engine.pace
         engine.speculation, engine.pace = RecordedSpeculation(self._step), RecordedPace(self._step)
         engine.observers.append(self)
         try:
-            for event in events:
-                self._take(event)
-                if not self._report.is_identical:
-                    break
+            self._play(events)
         finally:
             engine.observers.remove(self)
             engine.abort_all()
-            engine.speculation, engine.pace = before
+
+    def _play(self, events: Iterable[Event]) -> None:
+        held: Event | None = None
+        for event in events:
+            if event.kind != "step":
+                self._keep(event)
+                continue
+            if held is not None:
+                self._run_step(held.args)
+            if not self._report.is_identical:
+                return
+            held = event
+        if held is not None:
+            self._run_step(held.args)
+        if self._expected and self._report.is_identical:
+            self._act_outside(self._engine.num_steps)
+            self._engine.outbox.send()
 
     def on_add(self, request: Request, caller: Request | None) -> None:
-        """An observer's; the player did it itself."""
+        """Own doing."""
 
     def on_abort(self, request: Request, caller: Request | None) -> None:
-        """An observer's; the player did it itself."""
+        """Own doing."""
 
     def on_preempt(self, request: Request, caller: Request | None) -> None:
-        """An observer's; the player did it itself."""
+        """Own doing."""
 
     def on_clear(self, caller: Request | None) -> None:
-        """An observer's; the player did it itself."""
+        """Own doing."""
+
+    def on_fail(self, record: StepRecord, error: BaseException) -> None:
+        """Own doing."""
 
     def on_step(self, record: StepRecord) -> None:
-        """What the step was."""
-        self._record = record
+        """Compare a step with the recorded one."""
+        then, now = self._expected.pop(record.index), step_args(record)
+        report, where = self._report, f"step {record.index}"
+        if not report.is_identical:
+            return
+        requests = self._step.requests
+        names = {arrival: request.request_id for arrival, request in requests.items()}
+        schedule = schedule_difference(then, now, names)
+        num_same, tokens = token_difference(then, now, requests)
+        report.num_tokens += num_same
+        if schedule is not None:
+            report.schedule = f"{where}: {schedule}"
+            return
+        report.num_steps += 1
+        if tokens is not None:
+            report.tokens = f"{where}: {tokens}"
 
-    def _take(self, event: Event) -> None:
-        if event.kind == "step":
-            self._run_step(event.args)
-        elif event.args.get("caller") is not None:
-            self._inside.setdefault(event.args["caller"], []).append(event)
+    def _keep(self, event: Event) -> None:
+        """Put what was done to the engine where its turn comes."""
+        caller, before = event.args.get("caller"), event.args.get("before_step")
+        if before is None:  # settings, and the end of a trace that has none
+            return
+        if caller is None:
+            self._outside.setdefault(before, []).append(event)
         else:
+            self._inside.setdefault((caller, before), []).append(event)
+
+    def _run_step(self, args: Mapping[str, Any]) -> None:
+        index = args["step"]
+        self._act_outside(index)
+        self._expected[index] = args
+        self._step.begin(args)
+        self._engine.step()
+        if self._engine.num_steps == index:
+            self._differs("there is nothing to run")
+
+    def _act_outside(self, step: int) -> None:
+        for event in self._outside.pop(step, ()):
             self._act(event)
-        if self._failure is not None:
-            self._report.schedule = f"step {self._report.num_steps}: {self._failure}"
+
+    def _call_back(self, arrival: int) -> None:
+        """Do what a request's callback did."""
+        for event in self._inside.pop((arrival, self._engine.num_steps), ()):
+            if event.kind == "raise":
+                raise RecordedFailure(event.args["error"])
+            self._act(event)
 
     def _act(self, event: Event) -> None:
-        """Do what was done from outside."""
-        engine, args, requests = self._engine, event.args, self._step.requests
+        """Do to the engine what was done then."""
+        kind, args = event
+        engine = self._engine
         try:
-            if event.kind == "submit":
+            if kind == "submit":
                 engine.add(self._submitted(args))
                 self._report.num_requests += 1
-            elif event.kind == "abort":
-                engine.abort(requests[args["request"]])
-            elif event.kind == "preempt":
-                engine.preempt(requests[args["request"]])
-            elif event.kind == "clear":
+            elif kind == "clear":
                 self._llm.reset_prefix_cache()
+            elif kind == "fail":
+                self._step.begin(args)
+                with suppress(RecordedFailure):
+                    engine.step()
+            elif kind == "abort":
+                engine.abort(self._step.requests[args["request"]])
+            elif self._step.requests[args["request"]] in engine.running:  # else a failure did it
+                engine.preempt(self._step.requests[args["request"]])
         except (ValueError, TypeError) as error:
-            self._failure = self._failure or f"{event.kind}: {error}"
+            self._differs(f"{kind}: {error}")
 
     def _submitted(self, args: Mapping[str, Any]) -> Request:
         requests, arrival = self._step.requests, args["request"]
@@ -202,33 +264,8 @@ class _Player:
         requests[arrival] = build_request(args, parent, self._llm.tokenizer, on_tokens)
         return requests[arrival]
 
-    def _call_back(self, arrival: int) -> None:
-        """Do what a request's callback did in this step."""
-        for event in self._inside.pop(arrival, ()):
-            self._act(event)
-        error = self._step.rows.get(self._step.requests[arrival], {}).get("error", "")
-        if error.startswith(CALLBACK_ERROR):
-            raise RuntimeError(error.removeprefix(CALLBACK_ERROR))
-
-    def _run_step(self, args: Mapping[str, Any]) -> None:
-        self._step.begin(args)
-        self._record = None
-        self._engine.step()
-        where = f"step {args['step']}"
-        if self._record is None:
-            self._report.schedule = f"{where}: there is nothing to run"
-            return
-        report, now = self._report, step_args(self._record)
-        names = {a: request.request_id for a, request in self._step.requests.items()}
-        schedule = schedule_difference(args, now, names)
-        outputs = {a: request.num_output for a, request in self._step.requests.items()}
-        num_same, tokens = token_difference(args, now, names, outputs)
-        if schedule is not None:
-            report.schedule = f"{where}: {schedule}"
-        elif tokens is not None:
-            report.tokens = f"{where}: {tokens}"
-        report.num_tokens += num_same
-        report.num_steps += schedule is None
+    def _differs(self, what: str) -> None:
+        self._report.schedule = self._report.schedule or f"step {self._engine.num_steps}: {what}"
 
 
 def _make_llm(

@@ -13,47 +13,31 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pagedraft.decoding.failure import describe
 from pagedraft.scheduler.engine import Engine
 from pagedraft.scheduler.observer import StepRecord
 from pagedraft.scheduler.request import Request
-from pagedraft.scheduler.trace_file import CATEGORY, Track, TraceFile, encode, named
-from pagedraft.scheduler.trace_format import number, step_args, submission_args
+from pagedraft.scheduler.step_limit import is_out_of_memory
+from pagedraft.scheduler.trace_file import CATEGORY, TraceFile, Track, encode, named
+from pagedraft.scheduler.trace_format import CALLBACK_ERROR, number, step_args, submission_args
 from pagedraft.scheduler.trace_settings import settings_args
 
 logger = logging.getLogger(__name__)
 STEPS = Track(1, 0)
 REQUESTS = 2  # the pid of their tracks
 PHASES = ("plan", "draft", "forward", "verify+commit")
-SPARE = 256  # requests that may have ended unseen before they are looked for
 
 
 class Row(NamedTuple):
-    """What a request was fed in a step, and what came of it, in tokens.
-
-    wanted: drafts that were asked for, whatever was granted.
-    """
+    """What a request was fed in a step, and what came of it, in tokens."""
 
     fed: int
     drafts: int
     accepted: int
     tokens: int
-    wanted: int
-
-
-@dataclass
-class _Progress:
-    """A live request. queued: since when it waits, in seconds; None: it runs.
-
-    num_written: tokens in KV after its last step. num_cached: how many the cache had, in all.
-    """
-
-    queued: float | None = None
-    num_written: int = 0
-    num_cached: int = 0
 
 
 class Trace:
@@ -65,9 +49,9 @@ class Trace:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._num_steps = 0
-        self._num_usable = 0
-        self._live: dict[Request, _Progress] = {}
+        self._engine: Engine | None = None
+        self._queued: dict[Request, float] = {}  # since when it waits, in seconds
+        self._told: list[Request] = []  # whose callbacks get the last step's tokens
         self._is_open = True
         try:
             self._file = TraceFile(path)
@@ -79,7 +63,7 @@ class Trace:
 
         options: the arguments that LLM was made with, by name.
         """
-        self._num_usable = engine.pool.num_usable
+        self._engine = engine
         args = settings_args(engine, options)
         events = [
             named("process", STEPS, "engine"),
@@ -104,8 +88,7 @@ class Trace:
     def close(self) -> None:
         """Write the end; nothing is traced any more. A no-op the second time."""
         self._guarded(self._file.close)
-        self._is_open = False
-        self._live.clear()
+        self._forget()
 
     def on_add(self, request: Request, caller: Request | None) -> None:
         """A request was submitted."""
@@ -121,8 +104,11 @@ class Trace:
 
     def on_clear(self, caller: Request | None) -> None:
         """The prefix cache was cleared."""
-        args = {"before_step": self._num_steps, "caller": number(caller)}
-        self._guarded(self._write_instant, STEPS, "clear", args)
+        self._guarded(self._act, "clear", STEPS, {}, caller)
+
+    def on_fail(self, record: StepRecord, error: BaseException) -> None:
+        """A step failed."""
+        self._guarded(self._fail, record, error)
 
     def on_step(self, record: StepRecord) -> None:
         """A step is done."""
@@ -139,111 +125,103 @@ class Trace:
             self._stop()
 
     def _stop(self) -> None:
-        self._is_open = False
-        self._live.clear()
+        self._forget()
         self._file.abandon()
 
+    def _forget(self) -> None:
+        self._is_open = False
+        self._queued.clear()
+        self._told.clear()
+
     def _add(self, request: Request, caller: Request | None) -> None:
-        self._live[request] = _Progress(queued=request.stats.submitted)
-        args = {"before_step": self._num_steps, **submission_args(request, caller)}
-        submit = self._file.instant(
-            _track(request), "submit", request.stats.submitted, args, CATEGORY
-        )
-        self._file.write([named("thread", _track(request), request.request_id), submit])
+        self._queued[request] = request.stats.submitted
+        self._file.write([named("thread", _track(request), request.request_id)])
+        self._act("submit", _track(request), submission_args(request), caller)
 
     def _abort(self, request: Request, caller: Request | None) -> None:
         self._file.write(self._queued_until(request, time.perf_counter()))
-        self._act("abort", request, caller)
-        if caller is None:  # else its row of this very step is yet to come
-            self._live.pop(request, None)
+        self._act("abort", _track(request), {"request": request.arrival}, caller)
 
     def _preempt(self, request: Request, caller: Request | None) -> None:
-        self._requeue(request, time.perf_counter())
-        self._act("preempt", request, caller)
+        self._queued[request] = time.perf_counter()
+        self._act("preempt", _track(request), {"request": request.arrival}, caller)
 
-    def _act(self, name: str, request: Request, caller: Request | None) -> None:
-        args = {
-            "before_step": self._num_steps,
-            "request": request.arrival,
-            "caller": number(caller),
-        }
-        self._write_instant(_track(request), name, args)
-
-    def _write_instant(self, track: Track, name: str, args: Mapping[str, Any]) -> None:
+    def _act(
+        self, name: str, track: Track, args: Mapping[str, Any], caller: Request | None
+    ) -> None:
+        """Write what was done to the engine from outside."""
+        assert self._engine is not None
+        args = {"before_step": self._engine.num_steps, "caller": number(caller), **args}
         self._file.write([self._file.instant(track, name, time.perf_counter(), args, CATEGORY)])
-
-    def _requeue(self, request: Request, when: float) -> None:
-        progress = self._live[request]
-        progress.queued, progress.num_written = when, 0
 
     def _queued_until(self, request: Request, when: float) -> list[str]:
         """The slice of a request's waiting, if it waits; from now on it does not."""
-        progress = self._live.setdefault(request, _Progress())
-        since, progress.queued = progress.queued, None
+        since = self._queued.pop(request, None)
         if since is None:
             return []
-        return [self._file.slice(_track(request), "queued", since, when)]
+        return [self._file.slice(_track(request), "queued", self._file.span(since, when))]
+
+    def _fail(self, record: StepRecord, error: BaseException) -> None:
+        args = {
+            **step_args(record),
+            "error": describe(error),
+            "is_out_of_memory": is_out_of_memory(error),
+        }
+        self._act("fail", STEPS, args, None)
 
     def _step(self, record: StepRecord) -> None:
-        self._num_steps += 1
-        events: list[str] = []
+        events = self._failed_callbacks(record)
         for request in record.preempted:
-            self._requeue(request, record.planned)
+            self._queued[request] = record.planned
             events.append(self._file.instant(_track(request), "preempted", record.planned, {}))
         for request in record.admitted:
             events += self._queued_until(request, record.began)
-        rows = {request: self._row(request, record) for request in record.scheduled}
+        rows = {request: _row(request, span, record) for request, span in record.scheduled.items()}
+        span = self._file.span(record.began, record.finished)
         for request, row in rows.items():
-            events += self._row_events(request, row, record)
-        events += self._phases(record, rows)
+            events.append(_row_slice(request, row, record.index, span))
+            if request.finish_reason is not None and request.finish_reason != "abort":
+                events.append(self._end(request, record.finished))
+        events += self._phases(record, span)
         events += self._counters(record, rows)
         self._file.write(events)
-        self._forget_ended(record)
+        self._told = [r for r in record.emitted if r.on_tokens is not None and not r.finished]
 
-    def _row(self, request: Request, record: StepRecord) -> Row:
-        """What a row was; the request itself has moved on since."""
-        progress = self._live.setdefault(request, _Progress())
-        tokens = len(record.emitted.get(request, ()))
-        proposal = record.drafts.get(request)
-        drafts = 0 if proposal is None else len(proposal.tokens)
-        num_cached = request.stats.num_cached_tokens
-        num_written = progress.num_written + num_cached - progress.num_cached
-        progress.num_cached, progress.num_written = num_cached, request.num_written
-        granted = max(0, record.scheduled[request] - (request.num_tokens - tokens - num_written))
-        return Row(
-            fed=record.scheduled[request] - granted,
-            drafts=drafts,
-            accepted=min(drafts, max(0, tokens - 1)),
-            tokens=tokens,
-            wanted=granted if request.finished else max(granted, request.choice.k),
-        )
-
-    def _row_events(self, request: Request, row: Row, record: StepRecord) -> list[str]:
-        track, name = _track(request), "decode" if row.fed == 1 else "prompt"
-        args = (
-            f'{{"step":{record.index},"fed":{row.fed},"drafts":{row.drafts},'
-            f'"accepted":{row.accepted},"tokens":{row.tokens}}}'
-        )
-        events = [self._file.slice(track, name, record.began, record.finished, args)]
-        if request.finished and request.finish_reason != "abort":
-            end = {"reason": request.finish_reason, "tokens": request.num_output}
-            end |= {} if request.error is None else {"error": request.error}
-            events.append(self._file.instant(track, "end", record.finished, end))
+    def _failed_callbacks(self, record: StepRecord) -> list[str]:
+        """Requests that ended because their callbacks failed on the tokens of the step before."""
+        events = []
+        for request in self._told:
+            if request.error is None or not request.error.startswith(CALLBACK_ERROR):
+                continue
+            args = {
+                "before_step": record.index,
+                "caller": request.arrival,
+                "request": request.arrival,
+                "error": request.error,
+            }
+            now = time.perf_counter()
+            events.append(self._file.instant(_track(request), "raise", now, args, CATEGORY))
         return events
 
-    def _phases(self, record: StepRecord, rows: Mapping[Request, Row]) -> list[str]:
+    def _end(self, request: Request, when: float) -> str:
+        end = {"reason": request.finish_reason, "tokens": request.num_output}
+        end |= {} if request.error is None else {"error": request.error}
+        return self._file.instant(_track(request), "end", when, end)
+
+    def _phases(self, record: StepRecord, span: str) -> list[str]:
         """The step and, inside it, its phases."""
-        args = encode(step_args(record, {request: row.wanted for request, row in rows.items()}))
         times = (record.began, record.planned, record.drafted, record.launched, record.finished)
-        step = self._file.slice(STEPS, "step", record.began, record.finished, args, CATEGORY)
-        phases = zip(PHASES, times, times[1:], strict=False)
-        return [step, *(self._file.slice(STEPS, name, *span) for name, *span in phases)]
+        events = [self._file.slice(STEPS, "step", span, encode(step_args(record)), CATEGORY)]
+        for name, begin, end in zip(PHASES, times, times[1:], strict=False):
+            events.append(self._file.slice(STEPS, name, self._file.span(begin, end)))
+        return events
 
     def _counters(self, record: StepRecord, rows: Mapping[Request, Row]) -> list[str]:
+        assert self._engine is not None
         counts = {
             "requests": {"running": record.num_running, "waiting": record.num_waiting},
             "blocks": {
-                "owned": self._num_usable - record.num_free,
+                "owned": self._engine.pool.num_usable - record.num_free,
                 "evictable": record.num_evictable,
                 "free": record.num_free - record.num_evictable,
             },
@@ -255,12 +233,22 @@ class Trace:
         }
         return [self._file.counter(STEPS, *row, record.finished) for row in counts.items()]
 
-    def _forget_ended(self, record: StepRecord) -> None:
-        for request in record.scheduled:
-            if request.finished:
-                del self._live[request]
-        if len(self._live) > record.num_waiting + record.num_running + SPARE:
-            self._live = {r: row for r, row in self._live.items() if not r.finished}
+
+def _row(request: Request, span: int, record: StepRecord) -> Row:
+    tokens = len(record.emitted.get(request, ()))
+    proposal = record.drafts.get(request)
+    drafts = 0 if proposal is None else len(proposal.tokens)
+    accepted = min(drafts, tokens - 1) if drafts and tokens else 0
+    return Row(1 if request in record.wanted else span, drafts, accepted, tokens)
+
+
+def _row_slice(request: Request, row: Row, step: int, span: str) -> str:
+    name = "decode" if row.fed == 1 else "prompt"
+    args = (
+        f'{{"step":{step},"fed":{row.fed},"drafts":{row.drafts},'
+        f'"accepted":{row.accepted},"tokens":{row.tokens}}}'
+    )
+    return TraceFile.slice(_track(request), name, span, args)
 
 
 def _track(request: Request) -> Track:

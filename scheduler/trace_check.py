@@ -11,7 +11,15 @@ from pagedraft.scheduler.trace_format import FORMAT, Event, read_events
 
 Kinds = type | tuple[type, ...]
 OPTIONAL_INT: Kinds = (int, type(None))
-ACT: Mapping[str, Kinds] = {"caller": OPTIONAL_INT}
+ACT: Mapping[str, Kinds] = {"caller": OPTIONAL_INT, "before_step": int}
+STEP: Mapping[str, Kinds] = {
+    "step": int,
+    "rows": list,
+    "admitted": list,
+    "preempted": list,
+    "prompt_budget": OPTIONAL_INT,
+    "urgent": list,
+}
 # event -> the arguments that it must have, and their types
 SHAPES: Mapping[str, Mapping[str, Kinds]] = {
     "settings": {"options": dict, "engine": dict, "model": dict, "is_fresh": bool},
@@ -32,28 +40,19 @@ SHAPES: Mapping[str, Mapping[str, Kinds]] = {
     "abort": {**ACT, "request": int},
     "preempt": {**ACT, "request": int},
     "clear": ACT,
-    "step": {
-        "step": int,
-        "rows": list,
-        "admitted": list,
-        "preempted": list,
-        "prompt_budget": OPTIONAL_INT,
-        "urgent": list,
-    },
+    "raise": {**ACT, "request": int, "error": str},
+    "fail": {**ACT, **STEP, "error": str, "is_out_of_memory": bool},
+    "step": {**STEP, "waiting": int, "running": int, "free": int, "evictable": int},
 }
 ROW: Mapping[str, Kinds] = {"request": int, "span": int}
 
 
 @dataclass
 class Outline:
-    """What a trace holds.
-
-    last_line: the event there, or an earlier one, is the last that can be replayed.
-    """
+    """What a trace holds: settings, complete steps, and what else to know."""
 
     settings: dict[str, Any]
     num_steps: int = 0
-    last_line: int = 0
     notes: list[str] = field(default_factory=list)
 
 
@@ -65,14 +64,14 @@ def outline(path: str | Path) -> Outline:
     """
     found: Outline | None = None
     requests: set[int] = set()
-    for event in read_events(path):
+    for line, event in read_events(path):
         try:
             if found is None:
-                found = Outline(_settings(event), last_line=event.line)
-            elif not _take(event, found, requests):
-                break
+                found = Outline(_settings(event))
+            else:
+                _take(event, found, requests)
         except ValueError as error:
-            raise ValueError(f"{path}:{event.line}: {error}") from error
+            raise ValueError(f"{path}:{line}: {error}") from error
     if found is None:
         raise ValueError(f"{path}: not a trace of an engine: it has no settings")
     return found
@@ -92,33 +91,29 @@ def _settings(event: Event) -> dict[str, Any]:
     return args
 
 
-def _take(event: Event, found: Outline, requests: set[int]) -> bool:
-    """Check an event; False where the trace ends before it."""
-    if event.kind == "cut":
-        found.notes.append("the trace has no end: replayed is what is complete")
-        return False
-    if event.kind not in SHAPES or event.kind == "settings":
-        raise ValueError(f"expected one of {list(SHAPES)[1:]}, got {event.kind!r}")
-    args = event.args
-    _check_shape(event.kind, args, SHAPES[event.kind])
-    if event.kind == "step":
+def _take(event: Event, found: Outline, requests: set[int]) -> None:
+    """Check an event that is not the first."""
+    kind, args = event
+    if kind == "cut":
+        found.notes.append("the trace has no end: what is complete is replayed")
+        return
+    if kind not in SHAPES or kind == "settings":
+        raise ValueError(f"expected one of {list(SHAPES)[1:]}, got {kind!r}")
+    _check_shape(kind, args, SHAPES[kind])
+    for row in args.get("rows", ()):
+        _check_shape("row", row, ROW)
+    if kind == "step":
         if args["step"] != found.num_steps:
-            found.notes.append(
-                f"step {found.num_steps} is missing: it failed; replayed is what came before"
-            )
-            return False
-        for row in args["rows"]:
-            _check_shape("row", row, ROW)
+            raise ValueError(f"step: expected {found.num_steps}, got {args['step']}")
         found.num_steps += 1
-        found.last_line = event.line
-    elif event.kind == "submit":
-        _check_submission(args)
-    for number in _named(event):
+    elif args["before_step"] not in (found.num_steps, found.num_steps + 1):
+        raise ValueError(f"before_step: expected {found.num_steps}, got {args['before_step']}")
+    for number in _named(kind, args):
         if number not in requests:
-            raise ValueError(f"{event.kind}: request {number} was not submitted before")
-    if event.kind == "submit":
+            raise ValueError(f"{kind}: request {number} was not submitted before")
+    if kind == "submit":
+        _check_submission(args)
         requests.add(args["request"])
-    return True
 
 
 def _check_submission(args: Mapping[str, Any]) -> None:
@@ -129,13 +124,12 @@ def _check_submission(args: Mapping[str, Any]) -> None:
         )
 
 
-def _named(event: Event) -> list[int]:
+def _named(kind: str, args: Mapping[str, Any]) -> list[int]:
     """The requests that an event names and that must be known."""
-    args = event.args
     named = [args.get("caller"), args.get("parent")]
-    if event.kind in ("abort", "preempt"):
+    if kind in ("abort", "preempt", "raise"):
         named.append(args["request"])
-    if event.kind == "step":
+    if "rows" in args:
         named += [*args["admitted"], *args["preempted"], *args["urgent"]]
         named += [row["request"] for row in args["rows"]]
     return [number for number in named if number is not None]

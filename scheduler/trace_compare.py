@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedraft.scheduler.request import Request
+
 COUNTS = {
     "running": "requests that run",
     "waiting": "requests that wait",
@@ -38,26 +40,23 @@ def schedule_difference(
 
 
 def token_difference(
-    then: Mapping[str, Any],
-    now: Mapping[str, Any],
-    names: Mapping[int, str],
-    num_outputs: Mapping[int, int],
+    then: Mapping[str, Any], now: Mapping[str, Any], requests: Mapping[int, Request]
 ) -> tuple[int, str | None]:
     """How many tokens are the same, and the first that is not.
 
-    num_outputs: tokens of each request's output after the replayed step, by arrival.
+    requests: those of the replay, after the step, by arrival.
     """
     rows = {row["request"]: row for row in now["rows"]}
     num_same = 0
     for row in then["rows"]:
-        arrival = row["request"]
-        other = rows.get(arrival, {})
+        request = requests[row["request"]]
+        other = rows.get(row["request"], {})
         tokens, others = row.get("tokens", []), other.get("tokens", [])
-        where = f"request {names.get(arrival)!r}"
+        where = f"request {request.request_id!r}"
         count = _num_equal(tokens, others)
         num_same += count
         if count < max(len(tokens), len(others)):
-            position = num_outputs[arrival] - len(others) + count
+            position = request.num_output - len(others) + count
             pair = _token(tokens, count), _token(others, count)
             return num_same, _differs(f"{where}: output position {position}", *pair)
         if row.get("end") != other.get("end"):

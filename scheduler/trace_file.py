@@ -53,20 +53,18 @@ class TraceFile:
         """Close the file as it is."""
         self._file.close()
 
-    def slice(
-        self,
-        track: Track,
-        name: str,
-        begin: float,
-        end: float,
-        args: str = "{}",
-        category: str = "",
-    ) -> str:
-        """Something that lasts. args: JSON."""
+    def span(self, begin: float, end: float) -> str:
+        """When something lasts, as ``slice`` takes it."""
         first, last = self._nanoseconds(begin), self._nanoseconds(end)
+        return f'"ts":{first / 1000},"dur":{max(0, last - first) / 1000}'
+
+    @staticmethod
+    def slice(track: Track, name: str, span: str, args: str = "{}", category: str = "") -> str:
+        """Something that lasts. args: JSON."""
+        pid, tid = track
         return (
-            f'{{"ph":"X","pid":{track.pid},"tid":{track.tid},"name":"{name}","cat":"{category}",'
-            f'"ts":{first / 1000},"dur":{max(0, last - first) / 1000},"args":{args}}}'
+            f'{{"ph":"X","pid":{pid},"tid":{tid},"name":"{name}","cat":"{category}",'
+            f'{span},"args":{args}}}'
         )
 
     def instant(
@@ -80,9 +78,10 @@ class TraceFile:
 
     def counter(self, track: Track, name: str, values: Mapping[str, int], when: float) -> str:
         """Numbers that belong together, as they are from now on."""
+        args = ",".join(f'"{key}":{value}' for key, value in values.items())
         return (
             f'{{"ph":"C","pid":{track.pid},"tid":{track.tid},"name":"{name}",'
-            f'"ts":{self._nanoseconds(when) / 1000},"args":{encode(values)}}}'
+            f'"ts":{self._nanoseconds(when) / 1000},"args":{{{args}}}}}'
         )
 
     def _nanoseconds(self, when: float) -> int:

@@ -3,8 +3,11 @@
 Events of category ``replay`` carry all of it; every other event is for the eye. Requests go by
 their ``arrival``: it is unique, and the replaying engine counts the same way.
 
-``settings`` comes first. ``submit``, ``abort``, ``preempt`` and ``clear`` stand before the ``step``
-that they came before; one with a ``caller`` was done by that request's callback inside the step.
+``settings`` comes first. What was done to the engine is a ``submit``, ``abort``, ``preempt``,
+``clear`` or ``raise`` (a callback's failure), what became of it a ``step`` or a ``fail`` (of one
+that committed nothing). ``before_step`` is the number of steps that were complete, ``caller`` the
+request whose callback did it, on the tokens of the last of those; the ``step`` itself may come
+later in the file (observer.py), but before the second next.
 """
 
 from __future__ import annotations
@@ -35,14 +38,13 @@ REQUEST_FIELDS = ("priority", "tenant", "cache_salt", "ttft_ms", "itl_ms")
 
 
 class Event(NamedTuple):
-    """One event of a replay; line: where it stands in the file, from 1."""
+    """One event of a replay."""
 
     kind: str
     args: dict[str, Any]
-    line: int
 
 
-def submission_args(request: Request, caller: Request | None) -> dict[str, Any]:
+def submission_args(request: Request) -> dict[str, Any]:
     """All that a request was submitted with.
 
     Seeds are text: they have up to 64 bits, and most readers of JSON keep 53.
@@ -51,7 +53,6 @@ def submission_args(request: Request, caller: Request | None) -> dict[str, Any]:
     return {
         "request": request.arrival,
         "id": request.request_id,
-        "caller": number(caller),
         "prompt": list(sequence.token_ids),
         "num_prompt": sequence.num_prompt,
         "temperature": sequence.temperature,
@@ -110,13 +111,9 @@ def build_request(
     )
 
 
-def step_args(record: StepRecord, wanted: Mapping[Request, int] | None = None) -> dict[str, Any]:
-    """What a step was given, chose and brought. wanted: drafts that were asked for, by request."""
-    wanted = wanted or {}
-    rows = [
-        _row(request, span, record.drafts.get(request), wanted.get(request, 0), record.emitted)
-        for request, span in record.scheduled.items()
-    ]
+def step_args(record: StepRecord) -> dict[str, Any]:
+    """What a step was given, chose and brought."""
+    rows = [_row(request, span, record) for request, span in record.scheduled.items()]
     return {
         "step": record.index,
         "rows": rows,
@@ -143,38 +140,32 @@ def number(request: Request | None) -> int | None:
     return None if request is None else request.arrival
 
 
-def read_events(path: str | Path) -> Iterator[Event]:
-    """What a replay needs of a trace, in order; raises as ``read_lines`` does.
+def read_events(path: str | Path) -> Iterator[tuple[int, Event]]:
+    """What a replay needs of a trace, with its line, in order; raises as ``read_lines`` does.
 
     Behind the last event of a trace that has no end comes one of kind ``cut``.
     """
     for line, event in read_lines(path):
         if event is None:
-            yield Event("cut", {}, line)
+            yield line, Event("cut", {})
         elif event.get("cat") == CATEGORY:
-            yield Event(str(event.get("name")), event.get("args", {}), line)
+            yield line, Event(str(event.get("name")), event.get("args", {}))
 
 
-def _row(
-    request: Request,
-    span: int,
-    proposal: Proposal | None,
-    wanted: int,
-    emitted: Mapping[Request, list[int]],
-) -> dict[str, Any]:
+def _row(request: Request, span: int, record: StepRecord) -> dict[str, Any]:
     row: dict[str, Any] = {"request": request.arrival, "span": span}
+    wanted = record.wanted.get(request)
     if wanted:
         row["wanted"] = wanted
-    if request.sequence.num_draft_written:
-        row["draft_written"] = request.sequence.num_draft_written
+    proposal = record.drafts.get(request)
     if proposal is not None and proposal.tokens:
         row["drafts"] = proposal.tokens
         if proposal.q_KV is not None and request.sequence.accept != "match":
             row["q"] = _pack(proposal.q_KV)
-    tokens = emitted.get(request)
+    tokens = record.emitted.get(request)
     if tokens:
         row["tokens"] = tokens
-    if request.finished:
+    if request.finish_reason is not None:
         row["end"] = request.finish_reason
         if request.error is not None:
             row["error"] = request.error

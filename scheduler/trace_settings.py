@@ -50,6 +50,7 @@ def engine_args(engine: Engine) -> dict[str, Any]:
         "token_budget": engine.token_budget,
         "max_rows": engine.max_rows,
         "chunk_tokens": engine.chunk_tokens,
+        "overlap": engine.overlap,
     }
 
 
