@@ -75,7 +75,8 @@ def _chosen(logprobs_QV: torch.Tensor, tokens_Q: torch.Tensor) -> torch.Tensor:
 
 def logprobs_cpu(logits_QV: torch.Tensor, tokens_Q: torch.Tensor, top_n: int = 0) -> Logprobs:
     """As ``logprobs_ref``, but sort only the top_n chunks of columns with the largest maxima."""
-    logprobs_QV = logits_QV.float().log_softmax(-1)
+    logits_QV = logits_QV.detach().float()
+    logprobs_QV = logits_QV.log_softmax(-1)
     chosen_Q = _chosen(logprobs_QV, tokens_Q)
     num_rows, vocab_size = logits_QV.shape
     if top_n == 0:
@@ -84,7 +85,8 @@ def logprobs_cpu(logits_QV: torch.Tensor, tokens_Q: torch.Tensor, top_n: int = 0
     order_QC = largest_QC.sort(dim=-1, descending=True, stable=True).indices
     chunk_Qn = order_QC[:, :top_n].sort(dim=-1).values  # ascending: equal logits keep id order
     row_Qn = torch.arange(num_rows)[:, None].expand_as(chunk_Qn)
-    logits_n = chunk_logits(logits_QV, row_Qn.flatten(), chunk_Qn.flatten())
+    places = (row_Qn.flatten().numpy(), chunk_Qn.flatten().numpy())
+    logits_n = torch.from_numpy(chunk_logits(logits_QV.numpy(), *places))
     lane_L = torch.arange(NOISE_CHUNK)
     token_Qn = (chunk_Qn[:, :, None] * NOISE_CHUNK + lane_L).flatten(1)
     order_Qn = logits_n.view_as(token_Qn).sort(dim=-1, descending=True, stable=True).indices
