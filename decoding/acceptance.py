@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from math import sqrt
+
+import numpy as np
 
 from pagedraft.decoding.drafters.base import Proposal
 
 DEPTH_EDGES = (1, 2, 3, 4, 8)  # classes of depth: 0, 1, 2, 3, 4 to 7, 8 and deeper
 EVIDENCE_EDGES = (1, 3, 5, 9, 17)  # classes of evidence: 0, 1-2, 3-4, 5-8, 9-16, 17 and more
 NUM_CLASSES = len(DEPTH_EDGES) + 1
+NUM_EVIDENCE = len(EVIDENCE_EDGES) + 1
 DEPTH_CLASS = tuple(bisect_right(DEPTH_EDGES, depth) for depth in range(64))
+EVIDENCE_CLASS = tuple(bisect_right(EVIDENCE_EDGES, n) for n in range(EVIDENCE_EDGES[-1] + 1))
 
 # What nobody has tried yet, by class of evidence: the first draft, and those behind a right one.
 PRIORS = ((0.5, 0.6), (0.4, 0.7), (0.7, 0.7), (0.7, 0.7), (0.8, 0.8), (0.8, 0.8))
@@ -30,123 +32,209 @@ OWN_DECAY = 0.95  # per proposal: a request remembers about 20 of each kind
 OWN_TRIALS = 8.0  # trials that the engine-wide estimate is worth to a request
 MAX_WATCHES = 4  # of a request and drafter: about 1 us a step each
 ODDS_LIMITS = (0.02, 50.0)
+HUGE = 1e100  # a weight beyond it is scaled back to 1
+
+_WEIGHT = 2 * NUM_CLASSES
+_PRIORS = tuple((first, *[behind] * (NUM_CLASSES - 1)) for first, behind in PRIORS)
 
 
-@dataclass
 class Cell:
-    """Decayed hits and trials by class of depth, of one drafter and class of evidence."""
+    """Decayed hits and trials by class of depth, of one drafter and class of evidence.
 
-    hits: list[float] = field(default_factory=lambda: [0.0] * NUM_CLASSES)
-    tried: list[float] = field(default_factory=lambda: [0.0] * NUM_CLASSES)
+    Ages with each proposal, all depths at once: one that did not get deep says little about depth,
+    not nothing. Nothing shrinks for that: the weight of what is counted next grows.
 
-    def decay(self, factor: float) -> None:
-        """Age all depths: a proposal that did not get deep says little about depth, not nothing."""
-        self.hits = [factor * hits for hits in self.hits]
-        self.tried = [factor * tried for tried in self.tried]
+    values: hits by class, trials by class, and the weight of a trial, in which they are counted.
+    """
 
-    def count(self, depth: int, is_hit: bool) -> None:
-        """Add one trial."""
-        depth_class = DEPTH_CLASS[min(depth, len(DEPTH_CLASS) - 1)]
-        self.hits[depth_class] += is_hit
-        self.tried[depth_class] += 1.0
+    __slots__ = ("decay", "values")
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.values = [0.0] * _WEIGHT + [1.0]
+
+    @property
+    def hits(self) -> list[float]:
+        """Hits by class of depth."""
+        return [hits / self.values[_WEIGHT] for hits in self.values[:NUM_CLASSES]]
+
+    @property
+    def tried(self) -> list[float]:
+        """Trials by class of depth."""
+        return [tried / self.values[_WEIGHT] for tried in self.values[NUM_CLASSES:_WEIGHT]]
+
+    def age(self) -> None:
+        """Let a new proposal begin."""
+        weight = self.values[_WEIGHT] / self.decay
+        if weight > HUGE:
+            self.values = [value / weight for value in self.values]
+            weight = 1.0
+        self.values[_WEIGHT] = weight
 
 
-_EMPTY = Cell()
-Key = tuple[str, int]  # drafter, class of evidence
+class CommonCell(Cell):
+    """The cell of all requests, and the probability of a hit by class of depth that it gives."""
+
+    __slots__ = ("_estimates", "priors")
+
+    def __init__(self, evidence_class: int) -> None:
+        super().__init__(TABLE_DECAY)
+        self.priors = _PRIORS[evidence_class]
+        self._estimates: list[float] | None = None
+
+    def estimates(self) -> list[float]:
+        """Probability by class of depth."""
+        if self._estimates is None:
+            values = self.values
+            trials = PRIOR_TRIALS * values[_WEIGHT]
+            self._estimates = [
+                (values[i] + trials * prior) / (values[NUM_CLASSES + i] + trials)
+                for i, prior in enumerate(self.priors)
+            ]
+        return self._estimates
+
+    def changed(self) -> None:
+        """Trials were added."""
+        self._estimates = None
 
 
-@dataclass
 class AcceptanceTable:
     """What all requests of an engine have taught; every request's Acceptance writes to it."""
 
-    cells: dict[Key, Cell] = field(default_factory=dict)
-    _estimates: dict[Key, list[float]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.cells: dict[tuple[str, int], CommonCell] = {}
 
-    def estimates(self, key: Key) -> list[float]:
-        """Probability by class of depth."""
-        known = self._estimates.get(key)
-        if known is None:
-            cell = self.cells.get(key) or Cell()
-            first, behind = PRIORS[key[1]]
-            priors = (first, *[behind] * (NUM_CLASSES - 1))
-            known = self._estimates[key] = [
-                (hits + PRIOR_TRIALS * prior) / (tried + PRIOR_TRIALS)
-                for prior, hits, tried in zip(priors, cell.hits, cell.tried, strict=True)
-            ]
-        return known
-
-    def count(self, key: Key, depth: int, is_hit: bool) -> None:
-        """Add one trial."""
-        _count(self.cells, key, TABLE_DECAY, depth, is_hit)
-        self._estimates.pop(key, None)
+    def cell(self, name: str, evidence_class: int) -> CommonCell:
+        """The cell of a drafter and class of evidence."""
+        key = (name, evidence_class)
+        cell = self.cells.get(key)
+        if cell is None:
+            cell = self.cells[key] = CommonCell(evidence_class)
+        return cell
 
 
-@dataclass
 class _Watch:
     """A proposal on its way past the emitted tokens.
 
-    num_recorded: drafts at its start that are counted elsewhere. is_brief: ends with its step.
+    num_recorded: drafts at its start that are counted elsewhere.
     """
 
-    key: Key
-    tokens: list[int]
-    num_recorded: int
-    is_brief: bool
-    depth: int = 0
+    __slots__ = ("depth", "evidence_class", "num_recorded", "tokens")
+
+    def __init__(self, evidence_class: int, tokens: list[int], num_recorded: int) -> None:
+        self.evidence_class = evidence_class
+        self.tokens = tokens
+        self.num_recorded = num_recorded
+        self.depth = 0
 
 
-@dataclass
-class _Tally:
-    """Decayed hits of a drafter at any depth and evidence, those the table expected, and trials."""
+class _Record:
+    """One request's trials of one drafter.
 
-    hits: float = 0.0
-    expected: float = 0.0
-    tried: float = 0.0
+    tally: decayed hits at any depth and evidence, those that the table expected, and trials.
+    cells: by class of evidence, its own and the table's; None before the first use.
+    watches: proposals that are followed; the last ``num_brief`` of them only through this step.
+    """
 
-    def count(self, depth: int, is_hit: bool, expected: float) -> None:
-        """Add one trial."""
-        decay = OWN_DECAY if depth == 0 else 1.0
-        self.hits = decay * self.hits + is_hit
-        self.expected = decay * self.expected + expected
-        self.tried = decay * self.tried + 1.0
+    __slots__ = ("cells", "name", "num_brief", "table", "tally", "watches")
 
-    @property
-    def odds(self) -> float:
-        """Odds of a hit over those expected, shrunk to 1."""
-        hits, misses = self.hits + OWN_TRIALS / 2, self.tried - self.hits + OWN_TRIALS / 2
-        expected = self.expected + OWN_TRIALS / 2
-        return hits / misses * (self.tried + OWN_TRIALS - expected) / expected
+    def __init__(self, name: str, table: AcceptanceTable) -> None:
+        self.name = name
+        self.table = table
+        self.tally = [0.0, 0.0, 0.0]
+        self.cells: list[tuple[Cell, CommonCell] | None] = [None] * NUM_EVIDENCE
+        self.watches: list[_Watch] = []
+        self.num_brief = 0
+
+    def pair(self, evidence_class: int) -> tuple[Cell, CommonCell]:
+        """The cells of a class of evidence."""
+        pair = self.cells[evidence_class]
+        if pair is None:
+            common = self.table.cell(self.name, evidence_class)
+            pair = self.cells[evidence_class] = (Cell(OWN_DECAY), common)
+        return pair
+
+    def count(self, evidence_class: int, start: int, num_hits: int, num_misses: int) -> None:
+        """Add trials of one proposal from depth ``start`` on: hits, then a miss if there was."""
+        own, common = self.pair(evidence_class)
+        tally, expected = self.tally, 0.0
+        if start == 0:
+            own.age()
+            common.age()
+            tally[:] = [OWN_DECAY * value for value in tally]
+        values, shared, priors = own.values, common.values, common.priors
+        weight, shared_weight = values[_WEIGHT], shared[_WEIGHT]
+        trials, end = PRIOR_TRIALS * shared_weight, start + num_hits
+        for depth in range(start, end + num_misses):
+            hit = DEPTH_CLASS[depth] if depth < len(DEPTH_CLASS) else NUM_CLASSES - 1
+            tried = hit + NUM_CLASSES
+            expected += (shared[hit] + trials * priors[hit]) / (shared[tried] + trials)
+            values[tried] += weight
+            shared[tried] += shared_weight
+            if depth < end:
+                values[hit] += weight
+                shared[hit] += shared_weight
+        common.changed()
+        tally[0] += num_hits
+        tally[1] += expected
+        tally[2] += num_hits + num_misses
+
+    def follow(self, tokens: list[int]) -> None:
+        """Move the watches past ``tokens``, each until its first wrong draft or its end."""
+        live, num_kept = [], len(self.watches) - self.num_brief
+        for i, watch in enumerate(self.watches):
+            drafts, depth = watch.tokens, watch.depth
+            end = min(len(drafts), depth + len(tokens))
+            reached = depth
+            while reached < end and drafts[reached] == tokens[reached - depth]:
+                reached += 1
+            missed = reached < end
+            first = max(depth, watch.num_recorded)
+            if reached + missed > first:
+                self.count(watch.evidence_class, first, reached - first, missed)
+            if not missed and reached < len(drafts) and i < num_kept:
+                watch.depth = reached
+                live.append(watch)
+        self.watches, self.num_brief = live, 0
 
 
-@dataclass
 class Acceptance:
     """Acceptance record of one request.
 
-    After each step of the request: ``record`` for drafts of a model, ``watch`` for what each lookup
-    offered, used or not, then ``emitted`` with the tokens of this step.
+    After each step of the request: ``record`` for drafts that were verified, ``watch`` for what
+    each lookup offered, used or not, then ``emitted`` with the tokens of this step.
     """
 
-    table: AcceptanceTable = field(default_factory=AcceptanceTable)
-    cells: dict[Key, Cell] = field(default_factory=dict)
-    watches: list[_Watch] = field(default_factory=list)
-    tallies: dict[str, _Tally] = field(default_factory=dict)
+    __slots__ = ("_records", "table")
+
+    def __init__(self, table: AcceptanceTable | None = None) -> None:
+        self.table = AcceptanceTable() if table is None else table
+        self._records: dict[str, _Record] = {}
+
+    @property
+    def cells(self) -> dict[tuple[str, int], Cell]:
+        """The request's own cells by drafter and class of evidence."""
+        return {
+            (name, evidence_class): pair[0]
+            for name, record in self._records.items()
+            for evidence_class, pair in enumerate(record.cells)
+            if pair is not None
+        }
+
+    @property
+    def num_watches(self) -> int:
+        """Proposals that are being followed."""
+        return sum(len(record.watches) for record in self._records.values())
 
     def worth(self, name: str, evidence: int, num_drafts: int) -> list[float]:
         """For each draft the probability that it and all those before it are accepted."""
-        by_class = self._by_class((name, bisect_right(EVIDENCE_EDGES, evidence)))
-        worth, product = [], 1.0
-        for depth_class in _classes(num_drafts):
-            product *= by_class[depth_class]
-            worth.append(product)
-        return worth
+        return worth_of([(self, name, evidence)], [num_drafts], num_drafts)[0].tolist()
 
     def record(self, name: str, evidence: int, num_drafted: int, num_accepted: int) -> None:
         """Note verified drafts; those behind the first rejected one say nothing."""
-        if num_drafted == 0:
-            return
-        key = (name, bisect_right(EVIDENCE_EDGES, evidence))
-        for depth in range(min(num_drafted, num_accepted + 1)):
-            self._count(key, depth, depth < num_accepted)
+        if num_drafted:
+            missed = num_accepted < num_drafted
+            self.of(name).count(_evidence_class(evidence), 0, num_accepted, missed)
 
     def watch(self, name: str, proposal: Proposal, num_recorded: int = 0) -> None:
         """Score ``proposal`` against the tokens emitted from here on, until it is wrong.
@@ -155,68 +243,74 @@ class Acceptance:
         num_recorded: drafts at its start that ``record`` counts, because they were used.
         """
         if len(proposal.tokens) > num_recorded:
-            key = (name, bisect_right(EVIDENCE_EDGES, proposal.evidence))
-            live = sum(watch.key[0] == name for watch in self.watches)
-            is_brief = live >= MAX_WATCHES
-            self.watches.append(_Watch(key, proposal.tokens, num_recorded, is_brief))
+            record = self.of(name)
+            record.num_brief += len(record.watches) >= MAX_WATCHES
+            evidence_class = _evidence_class(proposal.evidence)
+            record.watches.append(_Watch(evidence_class, proposal.tokens, num_recorded))
 
-    def emitted(self, tokens: Seq[int]) -> None:
+    def emitted(self, tokens: list[int]) -> None:
         """Note the tokens that the request got in this step."""
-        self.watches = [
-            watch for watch in self.watches if self._follow(watch, tokens) and not watch.is_brief
-        ]
+        for record in self._records.values():
+            if record.watches:
+                record.follow(tokens)
 
-    def _follow(self, watch: _Watch, tokens: Seq[int]) -> bool:
-        """Compare until the first wrong draft or the end; return whether the watch goes on."""
-        for token in tokens:
-            is_hit = watch.tokens[watch.depth] == token
-            if watch.depth >= watch.num_recorded:
-                self._count(watch.key, watch.depth, is_hit)
-            watch.depth += 1
-            if not is_hit or watch.depth == len(watch.tokens):
-                return False
-        return True
-
-    def _count(self, key: Key, depth: int, is_hit: bool) -> None:
-        depth_class = DEPTH_CLASS[min(depth, len(DEPTH_CLASS) - 1)]
-        tally = self.tallies.get(key[0])
-        if tally is None:
-            tally = self.tallies[key[0]] = _Tally()
-        tally.count(depth, is_hit, self.table.estimates(key)[depth_class])
-        _count(self.cells, key, OWN_DECAY, depth, is_hit)
-        self.table.count(key, depth, is_hit)
-
-    def _by_class(self, key: Key) -> list[float]:
-        """Own hits and trials shrunk towards the table's estimate.
-
-        Where a request does better or worse than others, with other evidence or at one depth, it is
-        likely to do so at the next: half of the difference in log odds carries over to the prior.
-        """
-        common = self.table.estimates(key)
-        tally = self.tallies.get(key[0])
-        if tally is None:
-            return common
-        cell = self.cells.get(key) or _EMPTY
-        estimates, shift = [], sqrt(min(max(tally.odds, ODDS_LIMITS[0]), ODDS_LIMITS[1]))
-        for prior, hits, tried in zip(common, cell.hits, cell.tried, strict=True):
-            odds = shift * prior / (1.0 - prior)
-            own = (hits + OWN_TRIALS * odds / (1.0 + odds)) / (tried + OWN_TRIALS)
-            estimates.append(own)
-            ratio = own * (1.0 - prior) / ((1.0 - own) * prior)
-            shift = sqrt(min(max(ratio, ODDS_LIMITS[0]), ODDS_LIMITS[1]))
-        return estimates
+    def of(self, name: str) -> _Record:
+        """The record of a drafter."""
+        record = self._records.get(name)
+        if record is None:
+            record = self._records[name] = _Record(name, self.table)
+        return record
 
 
-def _classes(num_drafts: int) -> Seq[int]:
-    """Class of each depth below ``num_drafts``."""
-    extra = num_drafts - len(DEPTH_CLASS)
-    return DEPTH_CLASS[:num_drafts] if extra <= 0 else (*DEPTH_CLASS, *[NUM_CLASSES - 1] * extra)
+def worth_of(
+    asked: Seq[tuple[Acceptance, str, int]], counts: Seq[int], num_drafts: int
+) -> np.ndarray:
+    """For each (request, drafter, evidence) and each of its drafts: how likely it and all before it
+    are accepted; float64 [len(asked), num_drafts], 0 beyond the row's count."""
+    depth_K = np.minimum(np.arange(num_drafts), len(DEPTH_CLASS) - 1)
+    worth_EK = np.cumprod(_estimates(asked)[:, _CLASSES[depth_K]], axis=1)
+    worth_EK[np.arange(num_drafts) >= np.asarray(counts)[:, None]] = 0.0
+    return worth_EK
 
 
-def _count(cells: dict[Key, Cell], key: Key, decay: float, depth: int, is_hit: bool) -> None:
-    cell = cells.get(key)
-    if cell is None:
-        cell = cells[key] = Cell()
-    if depth == 0:
-        cell.decay(decay)
-    cell.count(depth, is_hit)
+def _estimates(asked: Seq[tuple[Acceptance, str, int]]) -> np.ndarray:
+    """Own hits and trials shrunk towards the table's estimate, by class of depth; [E, classes].
+
+    Where a request does better or worse than others, with other evidence or at one depth, it is
+    likely to do so at the next: half of the difference in log odds carries over to the prior.
+    """
+    flat: list[float] = []
+    for acceptance, name, evidence in asked:
+        record = acceptance.of(name)
+        own, common = record.pair(_evidence_class(evidence))
+        flat += own.values
+        flat += common.estimates()
+        flat += record.tally
+    table_VE = np.array(flat).reshape(len(asked), -1).T.copy()
+    hits_CE, tried_CE = table_VE[: 2 * NUM_CLASSES].reshape(2, NUM_CLASSES, -1) / table_VE[_WEIGHT]
+    prior_CE = table_VE[_WEIGHT + 1 : -3]
+    prior_odds_CE = prior_CE / (1.0 - prior_CE)
+    trials_CE = tried_CE + OWN_TRIALS
+    own_CE = np.empty_like(prior_CE)
+    ratio_E = _odds(*table_VE[-3:])
+    rows = zip(own_CE, prior_odds_CE, hits_CE, trials_CE, strict=True)
+    for own, prior_odds, hits, trials in rows:
+        odds = np.sqrt(np.minimum(np.maximum(ratio_E, ODDS_LIMITS[0]), ODDS_LIMITS[1]))
+        odds *= prior_odds
+        np.divide(hits + OWN_TRIALS * (odds / (1.0 + odds)), trials, out=own)
+        ratio_E = own / ((1.0 - own) * prior_odds)
+    return own_CE.T
+
+
+def _odds(hits: np.ndarray, expected: np.ndarray, tried: np.ndarray) -> np.ndarray:
+    """Odds of a hit over those expected, shrunk to 1."""
+    shrunk = OWN_TRIALS / 2
+    odds = (hits + shrunk) / (tried - hits + shrunk)
+    return odds * (tried + OWN_TRIALS - expected - shrunk) / (expected + shrunk)
+
+
+_CLASSES = np.array(DEPTH_CLASS)
+
+
+def _evidence_class(evidence: int) -> int:
+    return EVIDENCE_CLASS[min(max(0, evidence), EVIDENCE_EDGES[-1])]

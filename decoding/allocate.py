@@ -16,43 +16,44 @@ import numpy as np
 
 
 def allocate(
-    worth: Seq[Seq[float]],
+    worth_RK: np.ndarray,
     step_seconds: np.ndarray,
     rate: float,
     *,
     is_model: Seq[bool] | None = None,
     round_seconds: float = 0.0,
-) -> tuple[list[int], float]:
-    """Drafts of each row, and their gain over none in tokens: expected tokens - rate * seconds.
+) -> tuple[np.ndarray, float]:
+    """Drafts of each row, int64 [R], and their gain over none in tokens less rate * seconds.
 
-    worth[r][i]: probability that drafts 0 to i of row r are all accepted, falling in i.
+    worth_RK[r, i]: probability that drafts 0 to i of row r are all accepted, falling in i; 0 for
+        drafts that there are not.
     step_seconds[n]: seconds of the step with n drafts in all; sizes beyond its end are ruled out.
     is_model[r]: whether the drafts of row r take a round of ``round_seconds`` for each depth, run
         once for all such rows. None: none does.
     """
-    lengths = [len(row) for row in worth]
-    worth_N = np.array([p for row in worth for p in row])
-    if worth_N.size == 0:
-        return [0] * len(worth), 0.0
-    missing = max(0, worth_N.size + 1 - len(step_seconds))
-    step_seconds = np.append(step_seconds, [np.inf] * missing)
-    owner_N = np.repeat(np.arange(len(worth)), lengths)
+    num_rows, num_drafts = worth_RK.shape
+    place_N = np.flatnonzero(worth_RK)
+    worth_N = worth_RK.ravel()[place_N]
     order_N = np.argsort(-worth_N, kind="stable")
+    none = np.zeros(num_rows, dtype=np.int64)
+    if len(order_N) == 0 or len(step_seconds) < 2:
+        return none, 0.0
     if is_model is None or not any(is_model):
-        gain_N = np.cumsum(worth_N[order_N]) - rate * (
-            step_seconds[1 : worth_N.size + 1] - step_seconds[0]
-        )
-        best = int(np.argmax(gain_N))
+        order_N = order_N[: len(step_seconds) - 1]
+        gain_N = worth_N[order_N].cumsum()
+        gain_N -= rate * (step_seconds[1 : len(order_N) + 1] - step_seconds[0])
+        best = int(gain_N.argmax())
         taken_N = order_N[: best + 1]
     else:
-        depth_N = np.concatenate([np.arange(length) for length in lengths])
-        depth_N[~np.array(is_model)[owner_N]] = -1  # needs no round
+        depth_N = place_N % num_drafts
+        depth_N[~np.array(is_model)[place_N // num_drafts]] = -1  # needs no round
         gain_N, best, taken_N = _with_rounds(
             worth_N, depth_N, order_N, step_seconds, rate, round_seconds
         )
     if gain_N[best] <= 0.0:
-        return [0] * len(worth), 0.0
-    return np.bincount(owner_N[taken_N], minlength=len(worth)).tolist(), float(gain_N[best])
+        return none, 0.0
+    ks_R = np.bincount(place_N[taken_N] // num_drafts, minlength=num_rows)
+    return ks_R, float(gain_N[best])
 
 
 def _with_rounds(
@@ -64,6 +65,8 @@ def _with_rounds(
     round_seconds: float,
 ) -> tuple[np.ndarray, int, np.ndarray]:
     """The best number of rounds (axis C) and, for it, gains, best index and the drafts taken."""
+    missing = max(0, worth_N.size + 1 - len(step_seconds))
+    step_seconds = np.append(step_seconds, [np.inf] * missing)
     rounds_C = np.arange(int(depth_N.max()) + 2)
     allowed_CN = depth_N[order_N] < rounds_C[:, None]
     counts_CN = np.cumsum(allowed_CN, axis=1)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from pagedraft.decoding.acceptance import Acceptance
+from pagedraft.decoding.acceptance import Acceptance, worth_of
 from pagedraft.decoding.allocate import allocate
 from pagedraft.decoding.drafters.base import Proposal
 
+WORTH_IT, NOT_WORTH_IT, NOTHING_FOUND = "worth it", "not worth it", "nothing found"
+FIXED, PROBE, LIMIT = "fixed", "probe", "limit"
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)
 class Row:
     """What the controller knows of a request that decodes in the coming step.
 
@@ -29,18 +34,12 @@ class Row:
     models: Seq[str] = ()
     num_context: int = 0
 
-    def worth(self, name: str, most: int) -> list[float]:
-        """For each of at most ``most`` drafts: how likely it and all before it are accepted."""
-        evidence, count = 0, min(most, self.limit)
-        offer = self.offers.get(name)
-        if offer is not None:
-            evidence, count = offer.evidence, min(count, len(offer.tokens))
-        return self.acceptance.worth(name, evidence, count)
 
+class Choice(NamedTuple):
+    """Drafts of one row: who drafts (None: nobody), how many at most, why, tokens expected.
 
-@dataclass(frozen=True)
-class Choice:
-    """Drafts of one row: who drafts (None: nobody), how many at most, why, tokens expected."""
+    expected: 1 where k is fixed: nobody has weighed it.
+    """
 
     drafter: str | None
     k: int
@@ -48,66 +47,121 @@ class Choice:
     expected: float = 1.0
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A drafter for a row; worth[i] is the probability that drafts 0 to i are all accepted."""
+OFF = Choice(None, 0, FIXED)
+NO_ROOM = Choice(None, 0, LIMIT)
+NONE_FOUND = Choice(None, 0, NOTHING_FOUND)
+UNDECIDED = Choice(None, 0, NOT_WORTH_IT)
 
-    row: int
-    name: str
-    worth: list[float]
+
+def unweighed(k: int | str, limit: int, offers: Mapping[str, Proposal], models: Seq[str]) -> Choice:
+    """What a row gets without weighing; UNDECIDED for one that must be weighed."""
+    if k == 0:
+        return OFF
+    if limit <= 0:
+        return NO_ROOM
+    for name, offer in offers.items():
+        if offer.tokens:
+            drafter, limit = name, min(limit, len(offer.tokens))
+            break
+    else:
+        if not models:
+            return NONE_FOUND
+        drafter = models[0]
+    return fixed(drafter, min(k, limit)) if isinstance(k, int) else UNDECIDED
+
+
+@lru_cache(maxsize=1024)
+def fixed(drafter: str, k: int) -> Choice:
+    """So many drafts because somebody asked for them."""
+    return Choice(drafter, k, FIXED)
 
 
 @dataclass(frozen=True)
 class Lineup:
-    """One candidate a row; ``model`` names the model drafter among them, if any."""
+    """One candidate a row that may draft.
 
-    candidates: list[Candidate]
+    worth_RK[r, i]: probability that drafts 0 to i of row ``rows[r]`` by ``names[r]`` are all
+        accepted; 0 beyond its drafts. model: the model drafter among the names, if any.
+    """
+
+    rows: list[int]
+    names: list[str]
+    worth_RK: np.ndarray
     model: str | None = None
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Drafts for some rows of a step: (candidate, how many of its drafts)."""
+    """Drafts for the rows of a lineup.
 
-    chosen: list[tuple[Candidate, int]]
+    ks: how many of each candidate's. expected: how many of these are expected to be accepted.
+    """
 
-    @property
+    lineup: Lineup
+    ks: list[int]
+    expected: list[float]
+
+    @cached_property
     def total(self) -> int:
         """Drafts of all rows."""
-        return sum(k for _, k in self.chosen)
+        return sum(self.ks)
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """Drafts expected to be accepted."""
-        return sum(sum(candidate.worth[:k]) for candidate, k in self.chosen)
+        return sum(self.expected)
+
+    def of(self, name: str) -> list[int]:
+        """Drafts of each row that the drafter drafts for."""
+        return [
+            k for k, other in zip(self.ks, self.lineup.names, strict=True) if k and other == name
+        ]
+
+    def choices(self, reason: str) -> list[tuple[int, Choice]]:
+        """The rows that draft, and the choice of each."""
+        rows = zip(self.lineup.rows, self.lineup.names, self.ks, self.expected, strict=True)
+        return [(row, Choice(name, k, reason, 1.0 + more)) for row, name, k, more in rows if k]
 
 
-def lineups(rows: Seq[Row], undecided: Seq[int], max_drafts: int) -> list[Lineup]:
+NO_DRAFTS = Drafts(Lineup([], [], np.zeros((0, 1))), [], [])
+
+
+def lineups(rows: Seq[Row], undecided: Seq[int], max_drafts: int, least: float) -> list[Lineup]:
     """The ways to draft: lookups alone, and each model drafter beside them.
 
     A row takes the drafter from which most is expected, so at most one model runs in a step.
+    least: drafts that are worth no more are left out.
     """
-    lookups: dict[int, Candidate] = {}
-    models: dict[str, None] = {}
-    for i in undecided:
-        row = rows[i]
-        models.update(dict.fromkeys(row.models))
-        found = [
-            Candidate(i, name, row.worth(name, max_drafts))
-            for name, offer in row.offers.items()
-            if offer.tokens
-        ]
-        if found:
-            lookups[i] = max(found, key=_strength) if len(found) > 1 else found[0]
-    ways = [Lineup(list(lookups.values()))]
-    for name in models:
-        mixed = dict(lookups)
-        for i in undecided:
-            if name in rows[i].models:
-                candidate = Candidate(i, name, rows[i].worth(name, max_drafts))
-                if i not in mixed or _strength(candidate) > _strength(mixed[i]):
-                    mixed[i] = candidate
-        ways.append(Lineup(list(mixed.values()), name))
+    candidates = [
+        (i, name, offer.evidence, min(rows[i].limit, len(offer.tokens)))
+        for i in undecided
+        for name, offer in rows[i].offers.items()
+        if offer.tokens
+    ]
+    num_offers = len(candidates)
+    candidates += [(i, name, 0, rows[i].limit) for i in undecided for name in rows[i].models]
+    asked = [(rows[i].acceptance, name, evidence) for i, name, evidence, _ in candidates]
+    worth_EK = worth_of(asked, [count for *_, count in candidates], max_drafts)
+    strengths = worth_EK.sum(axis=1).tolist()
+    worth_EK[worth_EK <= least] = 0.0
+
+    def strongest(best: Mapping[int, int], others: Iterable[int]) -> dict[int, int]:
+        best = dict(best)
+        for e in others:
+            i = candidates[e][0]
+            if i not in best or strengths[e] > strengths[best[i]]:
+                best[i] = e
+        return best
+
+    def lineup(best: Mapping[int, int], model: str | None = None) -> Lineup:
+        names = [candidates[e][1] for e in best.values()]
+        return Lineup(list(best), names, worth_EK[list(best.values())], model)
+
+    lookups = strongest({}, range(num_offers))
+    ways = [lineup(lookups)]
+    for model in dict.fromkeys(name for _, name, *_ in candidates[num_offers:]):
+        own = (e for e in range(num_offers, len(candidates)) if candidates[e][1] == model)
+        ways.append(lineup(strongest(lookups, own), model))
     return ways
 
 
@@ -122,19 +176,19 @@ def best_drafts(
     step_seconds[n]: seconds of the step with n drafts; no more are chosen than it has entries for.
     round_seconds(name, rows): seconds of one round of a model drafter.
     """
-    best_gain, best = 0.0, Drafts([])
+    best_gain, best, best_ks_R = 0.0, NO_DRAFTS.lineup, np.zeros(0, dtype=np.int64)
     for way in ways:
         is_model, one_round = None, 0.0
         if way.model is not None:
-            is_model = [candidate.name == way.model for candidate in way.candidates]
+            is_model = [name == way.model for name in way.names]
             one_round = round_seconds(way.model, sum(is_model))
-        worth = [candidate.worth for candidate in way.candidates]
-        ks, gain = allocate(worth, step_seconds, rate, is_model=is_model, round_seconds=one_round)
+        ks_R, gain = allocate(
+            way.worth_RK, step_seconds, rate, is_model=is_model, round_seconds=one_round
+        )
         if gain > best_gain:
-            pairs = zip(way.candidates, ks, strict=True)
-            best_gain, best = gain, Drafts([pair for pair in pairs if pair[1]])
-    return best
-
-
-def _strength(candidate: Candidate) -> float:
-    return sum(candidate.worth)
+            best_gain, best, best_ks_R = gain, way, ks_R
+    if best_gain == 0.0:
+        return NO_DRAFTS
+    is_taken_RK = np.arange(best.worth_RK.shape[1]) < best_ks_R[:, None]
+    expected_R = (best.worth_RK * is_taken_RK).sum(axis=1)
+    return Drafts(best, best_ks_R.tolist(), expected_R.tolist())

@@ -18,7 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from pagedraft.decoding.choice import Choice, Drafts, Lineup, Row, best_drafts, lineups
+from pagedraft.decoding.choice import (
+    FIXED,
+    NO_DRAFTS,
+    PROBE,
+    UNDECIDED,
+    WORTH_IT,
+    Choice,
+    Drafts,
+    Lineup,
+    Row,
+    best_drafts,
+    lineups,
+    unweighed,
+)
 from pagedraft.decoding.controller_report import ControllerReport
 from pagedraft.decoding.step_cost import NUM_FIRST, StepCost
 
@@ -29,9 +42,7 @@ TRIAL_PERIOD = 4  # steps between looks for a size worth trying
 DOUBT = 0.7  # standard deviations by which a size may be cheaper than believed
 LEAST_SLOPE = 0.002  # of a plain step a token: no draft is free
 PLAIN_STEPS = NUM_FIRST  # measured before any draft
-WORTH_IT, NOT_WORTH_IT, NOTHING_FOUND = "worth it", "not worth it", "nothing found"
 PLAIN, SIZE = " plain", " size"  # kinds of trials beside the names of model drafters
-FIXED, PROBE, LIMIT = "fixed", "probe", "limit"
 
 
 class DraftController:
@@ -55,24 +66,35 @@ class DraftController:
         self.drafting: dict[str, StepCost] = {}  # seconds of a round against its rows
         self._tokens = self._time = 0.0  # decayed: tokens a row, and time in plain steps
         self._idle: dict[str, float] = {PLAIN: 0.0, SIZE: 0.0}  # seconds since a trial, by kind
-        self._expected: tuple[int, float] = (0, 0.0)  # of the chosen step: tokens fed, emitted
+        # Of the chosen step: tokens fed, emitted (None: not known, some k is fixed).
+        self._expected: tuple[int, float | None] = (0, 0.0)
         self._drafting_seconds = 0.0  # of the step under way
         self._report = ControllerReport()
 
     def choose(self, rows: Seq[Row], num_other_tokens: int = 0) -> list[Choice]:
         """One choice a row. num_other_tokens: what the step feeds besides (prompt chunks)."""
-        choices = [self._without_decision(row) for row in rows]
-        undecided = [i for i, choice in enumerate(choices) if choice.reason == NOT_WORTH_IT]
-        num_fed = len(rows) + num_other_tokens + sum(choice.k for choice in choices)
+        choices = [
+            unweighed(
+                self.k if row.fixed_k is None else row.fixed_k, row.limit, row.offers, row.models
+            )
+            for row in rows
+        ]
+        undecided = [i for i, choice in enumerate(choices) if choice is UNDECIDED]
         if undecided and self.cost.num_recorded >= PLAIN_STEPS:
+            num_fed = len(rows) + num_other_tokens + sum(choice.k for choice in choices)
             self._decide(rows, undecided, choices, num_fed)
-            num_fed += sum(choices[i].k for i in undecided)
-        for choice in choices:
-            self._report.chose(choice.drafter, choice.k, choice.reason)
-            if choice.drafter in self._idle:
-                self._idle[choice.drafter] = 0.0
-        self._expected = (num_fed, sum(choice.expected for choice in choices))
+        self.chose(choices, num_other_tokens)
         return choices
+
+    def chose(self, choices: Seq[Choice], num_other_tokens: int = 0) -> None:
+        """Note the choices of a step, whoever made them."""
+        drafters, ks, reasons, expected = zip(*choices, strict=True) if choices else ((),) * 4
+        self._report.chose(zip(drafters, ks, reasons, strict=True))
+        for name in self._idle.keys() & set(drafters):
+            self._idle[name] = 0.0
+        is_weighed = all(k == 0 or reason != FIXED for k, reason in zip(ks, reasons, strict=True))
+        num_fed = len(choices) + num_other_tokens + sum(ks)
+        self._expected = (num_fed, sum(expected) if is_weighed else None)
 
     def record_step(
         self,
@@ -90,8 +112,9 @@ class DraftController:
         plain = self.cost.predict_one(num_rows, num_rows, num_context)
         predicted = self.cost.predict_one(num_tokens, num_rows, num_context)
         fed, expected = self._expected
-        emitted = expected if num_emitted is None else float(num_emitted)
-        if fed == num_tokens and self.cost.num_recorded >= PLAIN_STEPS:  # as chosen, not blindly
+        emitted = float(num_emitted) if num_emitted is not None else expected or 0.0
+        is_as_chosen = fed == num_tokens and self.cost.num_recorded >= PLAIN_STEPS  # not blindly
+        if is_as_chosen and expected is not None:
             self._report.compare(predicted, seconds, expected, emitted)
         self._tokens = RATE_DECAY * self._tokens + emitted / num_rows
         self._time = RATE_DECAY * self._time + (predicted + self._drafting_seconds) / plain
@@ -118,42 +141,26 @@ class DraftController:
         """Begin a new report; what was learnt stays."""
         self._report = ControllerReport()
 
-    def _without_decision(self, row: Row) -> Choice:
-        """What a row gets without weighing; "not worth it" stands for one that must be weighed."""
-        k = row.fixed_k if row.fixed_k is not None else self.k
-        if k == 0:
-            return Choice(None, 0, FIXED)
-        if row.limit <= 0:
-            return Choice(None, 0, LIMIT)
-        offered = next((name for name, offer in row.offers.items() if offer.tokens), None)
-        if offered is None and not row.models:
-            return Choice(None, 0, NOTHING_FOUND)
-        if not isinstance(k, int):
-            return Choice(None, 0, NOT_WORTH_IT)
-        drafter = offered if offered is not None else row.models[0]
-        worth = row.worth(drafter, k)
-        return Choice(drafter, len(worth), FIXED, 1.0 + sum(worth))
-
     def _decide(
         self, rows: Seq[Row], undecided: list[int], choices: list[Choice], num_fed: int
     ) -> None:
         """Give rows the best set of drafts, or a trial. num_fed: tokens of the step without it."""
         num_context = sum(row.num_context for row in rows)
-        most = min(len(undecided) * self.max_drafts, 2 * self.cost.most_tokens - len(rows))
+        gain = max(1.0, self._tokens / self._time if self._time > 0.0 else 1.0)
+        ways = lineups(rows, undecided, self.max_drafts, LEAST_SLOPE * gain * len(rows))
+        most = max(len(undecided), *(int(np.count_nonzero(way.worth_RK)) for way in ways))
+        most = min(most, 2 * self.cost.most_tokens - len(rows))
         sizes = np.arange(num_fed - 1, num_fed + max(1, most) + 1)
         sizes[0] = len(rows)
         seconds_N = self.cost.predict(sizes, len(rows), num_context)
         plain, seconds_N = float(seconds_N[0]), seconds_N[1:]
         seconds_N = seconds_N + LEAST_SLOPE * plain * np.arange(len(seconds_N))
-        gain = self._tokens / self._time if self._time > 0.0 else 1.0
-        rate = max(1.0, gain) * len(rows) / plain
-        ways = lineups(rows, undecided, self.max_drafts)
+        rate = gain * len(rows) / plain
         drafts = best_drafts(ways, seconds_N, rate, self._round_seconds)
         trial = self._trial(ways, drafts, sizes[1:], seconds_N, rate)
-        for candidate, k in (trial or drafts).chosen:
-            reason = WORTH_IT if trial is None else PROBE
-            expected = 1.0 + sum(candidate.worth[:k])
-            choices[candidate.row] = Choice(candidate.name, k, reason, expected)
+        reason = WORTH_IT if trial is None else PROBE
+        for row, choice in (trial or drafts).choices(reason):
+            choices[row] = choice
         if trial is None:
             self._probe_models(rows, undecided, choices, seconds_N)
 
@@ -170,8 +177,8 @@ class DraftController:
         The other size is that of the drafts that were best if sizes cost less than believed, by
         DOUBT times what is not known of them.
         """
-        if drafts.total and self._can_try(PLAIN, drafts, Drafts([]), seconds_N, rate):
-            return Drafts([])
+        if drafts.total and self._can_try(PLAIN, drafts, NO_DRAFTS, seconds_N, rate):
+            return NO_DRAFTS
         if self.cost.num_recorded % TRIAL_PERIOD:
             return None
         doubt_N = self.cost.spread(sizes_N, int(sizes_N[0]) + drafts.total)
@@ -196,7 +203,7 @@ class DraftController:
         """Seconds of a step with these drafts, drafting included."""
         seconds = float(seconds_N[drafts.total])
         for name in self.drafting:
-            ks = [k for candidate, k in drafts.chosen if candidate.name == name]
+            ks = drafts.of(name)
             seconds += max(ks, default=0) * self._round_seconds(name, len(ks))
         return seconds
 
@@ -222,7 +229,8 @@ class DraftController:
             if cost <= TRIAL_SHARE * self._idle.setdefault(name, 0.0):
                 drafted += len(off)
                 for i in off:
-                    choices[i] = Choice(name, 1, PROBE, 1.0 + sum(rows[i].worth(name, 1)))
+                    expected = 1.0 + rows[i].acceptance.worth(name, 0, 1)[0]
+                    choices[i] = Choice(name, 1, PROBE, expected)
 
     def _pass_time(self, seconds: float) -> None:
         for name in self._idle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,26 +12,20 @@ from typing import Any
 class ControllerReport:
     """Sums over steps. Errors are relative to what was measured.
 
-    num_steps: steps recorded (none with prompt chunks); num_rows: choices made for rows.
+    choices: how often a row got (drafter, drafts, reason).
+    num_steps: steps compared (none with prompt chunks or drafts whose number is fixed).
     """
 
+    choices: Counter[tuple[str | None, int, str]] = field(default_factory=Counter)
     num_steps: int = 0
-    num_rows: int = 0
-    num_drafts: int = 0
-    drafters: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
     seconds_error: float = 0.0
     tokens_error: float = 0.0
     expected_tokens: float = 0.0
     emitted_tokens: float = 0.0
 
-    def chose(self, drafter: str | None, k: int, reason: str) -> None:
-        """Count one row's choice."""
-        self.num_rows += 1
-        self.num_drafts += k
-        self.reasons[reason] += 1
-        if k:
-            self.drafters[drafter or ""] += k
+    def chose(self, choices: Iterable[tuple[str | None, int, str]]) -> None:
+        """Count choices, each of one row."""
+        self.choices.update(choices)
 
     def compare(self, predicted: float, seconds: float, expected: float, emitted: float) -> None:
         """Count one step: seconds and tokens as predicted and as they came."""
@@ -47,11 +42,17 @@ class ControllerReport:
         that of the sum, which a right estimate brings to 0.
         """
         steps = max(1, self.num_steps)
+        drafters: Counter[str] = Counter()
+        reasons: Counter[str] = Counter()
+        for (drafter, k, reason), count in self.choices.items():
+            reasons[reason] += count
+            if drafter is not None and k:
+                drafters[drafter] += k * count
         return {
             "steps": self.num_steps,
-            "mean_k": self.num_drafts / max(1, self.num_rows),
-            "drafts_by_drafter": dict(self.drafters),
-            "reasons": dict(self.reasons),
+            "mean_k": drafters.total() / max(1, self.choices.total()),
+            "drafts_by_drafter": dict(drafters),
+            "reasons": dict(reasons),
             "seconds_error": self.seconds_error / steps,
             "tokens_error": self.tokens_error / steps,
             "tokens_bias": self.expected_tokens / max(1.0, self.emitted_tokens) - 1.0

@@ -42,8 +42,6 @@ class RequestStats:
     """What one request cost. Times are ``time.perf_counter`` seconds.
 
     emissions: (time, number of tokens) of every target pass that emitted tokens.
-    drafted, accepted: counts by draft position (index 0 is the first draft).
-    decisions: one for every target pass that ended in a draw.
     num_cached_tokens: context tokens whose KV the prefix cache had, summed over admissions.
     num_preemptions: how often its KV was dropped and recomputed.
     drafter_errors: messages of drafters that failed and were turned off for this request.
@@ -51,41 +49,50 @@ class RequestStats:
 
     submitted: float = field(default_factory=time.perf_counter)
     emissions: list[tuple[float, int]] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     drafter_errors: list[str] = field(default_factory=list)
+    _decided: list[tuple[str | None, int, int, int, str]] = field(default_factory=list)
 
-    def record(self, decision: Decision) -> None:
-        """Note what became of one pass's drafts."""
-        self.decisions.append(decision)
-        grow = decision.drafted - len(self.drafted)
-        self.drafted.extend([0] * grow)
-        self.accepted.extend([0] * grow)
-        for position in range(decision.drafted):
-            self.drafted[position] += 1
-            self.accepted[position] += position < decision.accepted
+    def record(self, decision: tuple[str | None, int, int, int, str]) -> None:
+        """Note what became of one pass's drafts: the fields of a ``Decision``."""
+        self._decided.append(decision)
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """One for every target pass that ended in a draw; made anew at each call."""
+        return [Decision(*decided) for decided in self._decided]
+
+    @property
+    def drafted(self) -> list[int]:
+        """Drafts verified, by draft position (index 0 is the first draft)."""
+        lengths = Counter(drafted for _, _, drafted, _, _ in self._decided)
+        return _reached(lengths, max(lengths, default=0))
+
+    @property
+    def accepted(self) -> list[int]:
+        """Drafts that counted, by draft position, for all positions that were drafted."""
+        most = max((drafted for _, _, drafted, _, _ in self._decided), default=0)
+        return _reached(Counter(accepted for _, _, _, accepted, _ in self._decided), most)
 
     @property
     def num_drafts(self) -> int:
         """Target passes that verified drafts."""
-        return self.drafted[0] if self.drafted else 0
+        return sum(drafted > 0 for _, _, drafted, _, _ in self._decided)
 
     @property
     def skipped(self) -> dict[str, int]:
         """Why passes had no drafts: how often for each reason."""
-        return dict(Counter(row.reason for row in self.decisions if row.drafted == 0))
+        return dict(Counter(reason for _, _, drafted, _, reason in self._decided if not drafted))
 
     @property
     def drafters(self) -> dict[str, tuple[int, int]]:
         """Drafts verified and accepted, by drafter."""
         totals: dict[str, tuple[int, int]] = {}
-        for row in self.decisions:
-            if row.drafter is not None:
-                drafted, accepted = totals.get(row.drafter, (0, 0))
-                totals[row.drafter] = (drafted + row.drafted, accepted + row.accepted)
+        for name, _, drafted, accepted, _ in self._decided:
+            if name is not None:
+                before = totals.get(name, (0, 0))
+                totals[name] = (before[0] + drafted, before[1] + accepted)
         return totals
 
     @property
@@ -117,6 +124,11 @@ class RequestStats:
         """Tokens emitted per target pass; 0 before the first."""
         total = sum(count for _, count in self.emissions)
         return total / self.num_passes if self.num_passes else 0.0
+
+
+def _reached(lengths: Counter[int], most: int) -> list[int]:
+    """For each position below ``most``, how many of so many lengths reach beyond it."""
+    return [sum(n for length, n in lengths.items() if length > i) for i in range(most)]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

@@ -14,17 +14,19 @@ from collections.abc import Sequence as Seq
 import torch
 
 from pagedraft.decoding.acceptance import Acceptance, AcceptanceTable
-from pagedraft.decoding.commit import max_drafts
-from pagedraft.decoding.controller import NOTHING_FOUND, DraftController, Row
+from pagedraft.decoding.choice import NONE_FOUND, Row, unweighed
+from pagedraft.decoding.controller import DraftController
 from pagedraft.decoding.drafters.base import Drafter, Proposal, is_lookup
-from pagedraft.decoding.drafters.guard import cut, free_safely, propose_safely
-from pagedraft.scheduler.request import OFF, PROMPT, RESTING, Decision, Request
+from pagedraft.decoding.drafters.guard import Contexts, cut, free_safely, propose_safely
+from pagedraft.scheduler.request import OFF, PROMPT, RESTING, Request
 
-NOTHING = Proposal([])
 # Asking lookups, weighing what they offer and learning from it takes time also where it comes to
 # nothing: 0.45 ms a step of 8 rows on 2 AVX512 cores, 0.17 ms with this rest. After so many passes
 # without drafts a request is asked at every fourth step only, until it drafts again.
 REST_AFTER, REST_STEPS = 16, 4
+
+# A request that decodes, and its drafts that could be kept, at most as many as anybody asks for.
+Decoding = tuple[Request, int]
 
 
 class Speculation:
@@ -45,11 +47,22 @@ class Speculation:
         self.device = device
         self.num_errors = 0
         self.acceptances = AcceptanceTable()
+        self._contexts = Contexts()
         self._drafting_seconds = 0.0
         self.drafters = {drafter.name: drafter for drafter in drafters}
         if len(self.drafters) < len(drafters):
             names = [drafter.name for drafter in drafters]
             raise ValueError(f"drafters: expected names that differ, got {names}")
+
+    @property
+    def drafters(self) -> dict[str, Drafter]:
+        """By name, in the order in which they are asked."""
+        return self._drafters
+
+    @drafters.setter
+    def drafters(self, drafters: dict[str, Drafter]) -> None:
+        self._drafters = drafters
+        self._lookups = {name for name, drafter in drafters.items() if is_lookup(drafter)}
 
     def admit(self, request: Request) -> None:
         """Say which drafters a new request may use."""
@@ -63,34 +76,35 @@ class Speculation:
 
         num_other_tokens: tokens of prompts and recomputation that will share the step.
         """
-        for request in running:
-            self._reset(request)
         if not self.drafters:
             return
-        decoding = [request for request in running if request.sequence.num_pending == 1]
-        limits = {r: self._limit(r) if r.drafters else 0 for r in decoding}
-        self._collect_offers(limits)
-        rows = [self._row(request, limit) for request, limit in limits.items()]
-        choices = self.controller.choose(rows, num_other_tokens)
-        for request, choice in zip(decoding, choices, strict=True):
-            if request.drafters:
-                rests = choice.reason == NOTHING_FOUND and self._is_resting(request)
-                request.choice = RESTING if rests else choice
-                request.num_drafts = choice.k
+        decoding = self._open(running)
+        for name in self._lookups:
+            self._collect_offers(name, decoding)
+        if self.controller.k == "auto":
+            self._weigh(decoding, num_other_tokens)
+        else:
+            self._give_fixed(decoding)
 
     def propose(self, scheduled: Mapping[Request, int]) -> dict[Request, Proposal]:
         """The drafts of requests whose span in the plan is longer than what they have pending."""
         proposals: dict[Request, Proposal] = {}
+        if not self.drafters:
+            return proposals
         asked: dict[str, list[Request]] = {}
         for request, num_tokens in scheduled.items():
-            request.num_drafts = max(0, num_tokens - request.sequence.num_pending)
+            sequence = request.sequence
+            num_drafts = num_tokens - len(sequence.token_ids) + sequence.num_written
+            request.num_drafts = num_drafts if num_drafts > 0 else 0
             name = request.choice.drafter
-            if request.num_drafts == 0 or name is None:
+            if num_drafts <= 0 or name is None:
                 continue
-            if name in request.offers:
-                proposals[request] = cut(request.offers[name], request.num_drafts)
-            else:
+            offer = request.offers.get(name)
+            if offer is None:
                 asked.setdefault(name, []).append(request)
+            else:
+                is_whole = len(offer.tokens) <= num_drafts
+                proposals[request] = offer if is_whole else cut(offer, num_drafts)
         self._drafting_seconds = 0.0
         for name, requests in asked.items():
             proposals |= self._run(name, requests, [r.num_drafts for r in requests])
@@ -105,13 +119,15 @@ class Speculation:
         seconds: float,
     ) -> None:
         """Teach the controller what a step took, unless prompts had a part in it."""
-        num_drafts = sum(len(proposal.tokens) for proposal in proposals.values())
-        if not self.drafters or num_fed != len(scheduled) + num_drafts:
+        if not self.drafters or self.controller.k != "auto":
+            return
+        num_drafts = sum([len(proposal.tokens) for proposal in proposals.values()])
+        if num_fed != len(scheduled) + num_drafts:
             return
         self.controller.record_step(
             num_tokens=num_fed,
             num_rows=len(scheduled),
-            num_context=sum(request.num_tokens for request in scheduled),
+            num_context=sum([len(request.sequence.token_ids) for request in scheduled]),
             seconds=seconds - self._drafting_seconds,
             num_emitted=num_emitted,
         )
@@ -123,18 +139,19 @@ class Speculation:
 
         Statistics count the tokens that the request keeps, of which there may be fewer.
         """
-        choice, num_drafted = request.choice, len(proposal.tokens)
-        num_accepted = len(tokens) - 1
-        drafter = choice.drafter if num_drafted else None
-        reason, num_counted = self._reason(request, proposal), min(num_accepted, num_kept)
-        request.stats.record(Decision(drafter, choice.k, num_drafted, num_counted, reason))
-        request.num_plain_passes = 0 if num_drafted else request.num_plain_passes + 1
-        acceptance = request.acceptance
-        if drafter is not None:
-            acceptance.record(drafter, proposal.evidence, num_drafted, num_accepted)
-        for name, offer in request.offers.items():
-            acceptance.watch(name, offer, num_drafted if name == drafter else 0)
-        acceptance.emitted([token for token in tokens if token >= 0])
+        drafter, k, reason, _ = request.choice
+        num_drafted, num_accepted = len(proposal.tokens), len(tokens) - 1
+        if num_drafted == 0:
+            drafter = None
+            request.num_plain_passes += 1
+        else:
+            request.num_plain_passes = 0
+        if num_drafted != k:  # "no room": as many as the plan granted
+            reason = "no room" if num_drafted == request.num_drafts else "nothing found"
+        num_counted = num_accepted if num_accepted < num_kept else num_kept
+        request.stats.record((drafter, k, num_drafted, num_counted, reason))
+        if request.drafters and self._is_weighed(request):
+            self._learn(request, proposal, tokens, drafter)
 
     def turn_off(self, request: Request, name: str | None, error: str) -> None:
         """Drafter ``name`` (None: all of them) failed for a request: it drafts for it no more."""
@@ -157,44 +174,111 @@ class Speculation:
         request.offers = {}
         request.choice = PROMPT if request.drafters else OFF
 
-    def _limit(self, request: Request) -> int:
-        """Drafts that could be kept, at most as many as anybody asks for."""
-        k = self.controller.k if request.params.k is None else request.params.k
-        return max_drafts(
-            k if isinstance(k, int) else self.controller.max_drafts,
-            num_output=request.num_output,
-            max_tokens=request.params.max_tokens,
-            num_context=request.num_tokens,
-            max_context=request.max_context,
-        )
+    def _open(self, running: Seq[Request]) -> list[Decoding]:
+        """Take back what the last step decided; the requests that decode, each with its limit.
 
-    def _row(self, request: Request, limit: int) -> Row:
-        models = [name for name in request.drafters if not is_lookup(self.drafters[name])]
-        return Row(
-            acceptance=request.acceptance,
-            limit=limit,
-            fixed_k=request.params.k if request.drafters else 0,
-            offers=request.offers,
-            models=models,
-            num_context=request.num_tokens,
-        )
-
-    def _collect_offers(self, limits: Mapping[Request, int]) -> None:
-        """Ask the lookups."""
-        awake = [r for r, limit in limits.items() if limit > 0 and not self._is_resting(r)]
-        for name, drafter in self.drafters.items():
-            asked = [request for request in awake if name in request.drafters]
-            if not asked or not is_lookup(drafter):
+        The limit is ``max_drafts`` of the output contract, without a call for each request.
+        """
+        decoding = []
+        most = self.controller.max_drafts
+        default = self.controller.k if isinstance(self.controller.k, int) else most
+        for request in running:
+            request.num_drafts = 0
+            if request.offers:
+                request.offers = {}
+            request.choice = PROMPT if request.drafters else OFF
+            sequence = request.sequence
+            num_tokens = len(sequence.token_ids)
+            if num_tokens - sequence.num_written != 1:
                 continue
-            for request, proposal in self._ask(name, asked, [limits[r] for r in asked]).items():
-                if proposal.tokens:
-                    request.offers[name] = proposal
+            limit = 0
+            if request.drafters:
+                params = request.params
+                limit = default if params.k is None else params.k
+                num_left = params.max_tokens + sequence.num_prompt - num_tokens - 1
+                if num_left < limit:
+                    limit = num_left
+                num_left = request.max_context - num_tokens - 1
+                if num_left < limit:
+                    limit = num_left
+            decoding.append((request, limit))
+        return decoding
+
+    def _collect_offers(self, name: str, decoding: Seq[Decoding]) -> None:
+        """Ask a lookup."""
+        asked, limits = [], []
+        for request, limit in decoding:
+            if limit > 0 and name in request.drafters and not self._is_resting(request):
+                asked.append(request)
+                limits.append(limit)
+        if not asked:
+            return
+        for request, proposal in zip(asked, self._ask(name, asked, limits), strict=True):
+            if proposal.tokens:
+                request.offers[name] = proposal
+
+    def _give_fixed(self, decoding: Seq[Decoding]) -> None:
+        """As many drafts as were asked for."""
+        default = self.controller.k
+        choices = []
+        for request, limit in decoding:
+            if request.drafters:
+                k = request.params.k
+                models = self._models(request)
+                choice = unweighed(default if k is None else k, limit, request.offers, models)
+                request.choice = choice
+                request.num_drafts = choice.k
+                choices.append(choice)
+        self.controller.chose(choices)
+
+    def _weigh(self, decoding: Seq[Decoding], num_other_tokens: int) -> None:
+        """As many drafts as pay, where the number is left to the controller."""
+        rows = [
+            Row(
+                request.acceptance,
+                limit,
+                request.params.k if request.drafters else 0,
+                request.offers,
+                self._models(request),
+                len(request.sequence.token_ids),
+            )
+            for request, limit in decoding
+        ]
+        choices = self.controller.choose(rows, num_other_tokens)
+        for (request, _), choice in zip(decoding, choices, strict=True):
+            if request.drafters:
+                rests = choice is NONE_FOUND and self._is_resting(request)
+                request.choice = RESTING if rests else choice
+                request.num_drafts = choice.k
+
+    def _models(self, request: Request) -> Seq[str]:
+        """The drafters that run a model and may draft for a request."""
+        if len(self._lookups) == len(self.drafters):
+            return ()
+        return [name for name in request.drafters if name not in self._lookups]
+
+    def _is_weighed(self, request: Request) -> bool:
+        """Whether the controller chooses how much is drafted for a request."""
+        return request.params.k is None and self.controller.k == "auto"
 
     def _is_resting(self, request: Request) -> bool:
         """Whether a request whose drafts do not pay is left alone in this step."""
-        is_chosen = request.params.k is None and not isinstance(self.controller.k, int)
         passes = request.num_plain_passes
-        return is_chosen and passes >= REST_AFTER and passes % REST_STEPS != 0
+        return passes >= REST_AFTER and passes % REST_STEPS != 0 and self._is_weighed(request)
+
+    @staticmethod
+    def _learn(request: Request, proposal: Proposal, tokens: list[int], used: str | None) -> None:
+        """Learn how often drafts are right: those of ``used``, and what lookups offered besides."""
+        acceptance = request.acceptance
+        num_drafted, num_accepted = len(proposal.tokens), len(tokens) - 1
+        if used is not None:
+            acceptance.record(used, proposal.evidence, num_drafted, num_accepted)
+        for name, offer in request.offers.items():
+            if name != used:
+                acceptance.watch(name, offer)
+            elif num_accepted == num_drafted:  # else what follows is known to be wrong
+                acceptance.watch(name, offer, num_drafted)
+        acceptance.emitted(tokens if tokens[-1] >= 0 else tokens[:-1])
 
     def _run(
         self, name: str, requests: list[Request], num_drafts: list[int]
@@ -204,32 +288,25 @@ class Speculation:
             request.num_tokens - request.sequence.num_draft_written <= 2 for request in requests
         )
         began = time.perf_counter()
-        proposals = self._ask(name, requests, num_drafts)
+        proposals = dict(zip(requests, self._ask(name, requests, num_drafts), strict=True))
         seconds = time.perf_counter() - began
         self._drafting_seconds += seconds
         rounds = getattr(self.drafters[name], "last_num_rounds", max(num_drafts))
-        if is_steady:
+        if is_steady and self.controller.k == "auto":
             self.controller.record_drafting(
                 name, num_rows=len(requests), num_rounds=rounds, seconds=seconds
             )
         return proposals
 
-    def _ask(
-        self, name: str, requests: list[Request], num_drafts: list[int]
-    ) -> dict[Request, Proposal]:
-        sequences = [request.sequence for request in requests]
+    def _ask(self, name: str, requests: list[Request], num_drafts: list[int]) -> Seq[Proposal]:
         proposed, errors = propose_safely(
-            self.drafters[name], sequences, num_drafts, self.vocab_size, self.device
+            self.drafters[name],
+            [request.sequence for request in requests],
+            num_drafts,
+            self.vocab_size,
+            self.device,
+            self._contexts,
         )
         for row, error in errors.items():
             self.turn_off(requests[row], name, error)
-        return dict(zip(requests, proposed, strict=True))
-
-    @staticmethod
-    def _reason(request: Request, proposal: Proposal) -> str:
-        """Why a pass had so many drafts; other than the controller's where it got fewer."""
-        if len(proposal.tokens) == request.choice.k:
-            return request.choice.reason
-        if request.num_drafts == 0:  # set to what the plan granted
-            return "no room"
-        return "no room" if len(proposal.tokens) == request.num_drafts else "nothing found"
+        return proposed

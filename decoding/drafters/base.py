@@ -16,9 +16,9 @@ import torch
 from pagedraft.decoding.sequence import Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Proposal:
-    """The drafts of one sequence.
+    """The drafts of one sequence. Not to be changed: the engine may hold it in several places.
 
     tokens: what may follow its committed context, in order; none is a normal answer.
     q_KV: fp32 [len(tokens), V] over the target's vocabulary, what each token was drawn from; None
@@ -31,6 +31,9 @@ class Proposal:
     tokens: list[int]
     q_KV: torch.Tensor | None = None
     evidence: int = 0
+
+
+NOTHING = Proposal([])
 
 
 class Drafter(Protocol):
@@ -48,8 +51,9 @@ class Drafter(Protocol):
     def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> Seq[list[int] | Proposal]:
         """Return at most ``num_drafts[i]`` tokens that may follow ``sequences[i]``.
 
-        Fewer, also none, is a normal answer. Must not change ``token_ids``. Unless it is a lookup,
-        the sequence owns blocks for ``num_tokens + num_drafts[i]`` tokens.
+        Fewer, also none, is a normal answer. Must not change ``token_ids``: what is appended or
+        cut off is undone, and counts as a failure. Unless it is a lookup, the sequence owns blocks
+        for ``num_tokens + num_drafts[i]`` tokens.
         """
 
     def on_free(self, sequence: Sequence) -> None:

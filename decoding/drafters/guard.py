@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence as Seq
+from typing import cast
 
 import torch
 
@@ -12,27 +14,47 @@ from pagedraft.decoding.failure import describe
 from pagedraft.decoding.sequence import Sequence
 
 
+class Contexts:
+    """Copies of the contexts that drafters see, from which changes are undone.
+
+    A copy grows with its context: a call costs what is new since the last one.
+    """
+
+    def __init__(self) -> None:
+        self._copies: weakref.WeakKeyDictionary[Sequence, list[int]] = weakref.WeakKeyDictionary()
+
+    def copy_of(self, sequence: Sequence) -> list[int]:
+        """The context as it is now; not to be changed."""
+        copy = self._copies.setdefault(sequence, [])
+        copy += sequence.token_ids[len(copy) :]
+        return copy
+
+
 def propose_safely(
     drafter: Drafter,
     sequences: Seq[Sequence],
     num_drafts: Seq[int],
     vocab_size: int,
     device: torch.device,
-) -> tuple[list[Proposal], dict[int, str]]:
+    contexts: Contexts | None = None,
+) -> tuple[Seq[Proposal], dict[int, str]]:
     """Return usable drafts a row, and an error message for each row whose drafter failed.
 
     A batch that raises is asked again row by row, so that only the guilty rows lose their drafts.
     Drafts end before the first id that is no token of the target, and at ``num_drafts``.
     vocab_size, device: of the target's logits, where each q goes.
+    contexts: kept from call to call by who calls for the same sequences more than once.
     """
+    contexts = contexts or Contexts()
+    target = (vocab_size, device)
     errors: dict[int, str] = {}
     try:
-        return _propose(drafter, sequences, num_drafts, vocab_size, device), errors
+        return _propose(drafter, sequences, num_drafts, target, contexts), errors
     except Exception:
         proposed: list[Proposal] = []
     for row, (sequence, k) in enumerate(zip(sequences, num_drafts, strict=True)):
         try:
-            proposed += _propose(drafter, [sequence], [k], vocab_size, device)
+            proposed += _propose(drafter, [sequence], [k], target, contexts)
         except Exception as error:
             proposed.append(Proposal([]))
             errors[row] = describe(error)
@@ -52,29 +74,35 @@ def _propose(
     drafter: Drafter,
     sequences: Seq[Sequence],
     num_drafts: Seq[int],
-    vocab_size: int,
-    device: torch.device,
-) -> list[Proposal]:
+    target: tuple[int, torch.device],
+    contexts: Contexts,
+) -> Seq[Proposal]:
     """Propose, as plain integers: what is emitted later must not be the drafter's own objects."""
-    lengths = [sequence.num_tokens for sequence in sequences]
+    if vars(type(drafter)).get("copies_contexts", False):  # this very class: not a user's own
+        return cast("Seq[Proposal]", drafter.propose(sequences, num_drafts))
+    before = [(sequence.token_ids, contexts.copy_of(sequence)) for sequence in sequences]
     try:
         proposed = drafter.propose(list(sequences), list(num_drafts))
     finally:
-        _restore(drafter, sequences, lengths)
+        _restore(drafter, sequences, before)
     if len(proposed) != len(sequences):
         raise ValueError(f"{drafter.name}: expected {len(sequences)} rows, got {len(proposed)}")
     return [
-        _usable(row if isinstance(row, Proposal) else Proposal(row), k, vocab_size, device)
+        _usable(row if isinstance(row, Proposal) else Proposal(row), k, *target)
         for row, k in zip(proposed, num_drafts, strict=True)
     ]
 
 
-def _restore(drafter: Drafter, sequences: Seq[Sequence], lengths: Seq[int]) -> None:
-    """Take back what a drafter appended to a context, and raise ValueError for it."""
+def _restore(
+    drafter: Drafter, sequences: Seq[Sequence], before: Seq[tuple[list[int], list[int]]]
+) -> None:
+    """Take back what a drafter did to the length or the end of a context; ValueError for it."""
     changed = False
-    for sequence, length in zip(sequences, lengths, strict=True):
-        if sequence.num_tokens != length:
-            del sequence.token_ids[length:]
+    for sequence, (token_ids, copy) in zip(sequences, before, strict=True):
+        is_same = getattr(sequence, "token_ids", None) is token_ids
+        if not is_same or len(token_ids) != len(copy) or token_ids[-1:] != copy[-1:]:
+            token_ids[:] = copy
+            sequence.token_ids = token_ids
             changed = True
     if changed:
         raise ValueError(f"{drafter.name}: changed token_ids, which are not a drafter's to change")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from pagedraft.decoding.drafters.base import Proposal
+from pagedraft.decoding.drafters.base import NOTHING, Proposal
 from pagedraft.decoding.sequence import Sequence
 
 
@@ -15,7 +15,7 @@ class ContextIndex(Protocol):
     """What is known of one context, and what it says comes next."""
 
     @property
-    def num_tokens(self) -> int:
+    def tokens(self) -> list[int]:
         """Tokens seen so far."""
 
     def extend(self, token_ids: Iterable[int]) -> None:
@@ -43,54 +43,65 @@ class IndexedDrafter:
             raise ValueError(f"index_tokens: expected at least 1, got {index_tokens}")
         self.index_tokens = index_tokens
         self._make_index = make_index
-        self._indexes: weakref.WeakKeyDictionary[Sequence, ContextIndex] = (
-            weakref.WeakKeyDictionary()
-        )
+        # By the sequence's id: a weak dictionary's look-up takes ten times as long.
+        self._indexes: dict[int, tuple[ContextIndex, weakref.ref[Sequence]]] = {}
 
     def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[Proposal]:
         """What each index says; none for a row whose index is behind its context."""
-        indexes = [self._index(sequence) for sequence in sequences]
-        self._catch_up(sequences, indexes)
-        return [
-            self._propose_one(sequence, index, k)
-            if k > 0 and index.num_tokens == sequence.num_tokens
-            else Proposal([])
-            for sequence, index, k in zip(sequences, indexes, num_drafts, strict=True)
-        ]
+        known, few_tokens = self._indexes, self.few_tokens
+        proposals: list[Proposal] = []
+        behind: list[tuple[int, int, ContextIndex]] = []
+        for sequence, k in zip(sequences, num_drafts, strict=True):
+            entry = known.get(id(sequence))
+            index = self._add_index(sequence) if entry is None else entry[0]
+            token_ids = sequence.token_ids
+            missing = len(token_ids) - len(index.tokens)
+            if missing > few_tokens:
+                behind.append((missing, len(proposals), index))
+            elif missing > 0:
+                index.extend(token_ids[-missing:])
+            proposals.append(index.propose(k) if k > 0 and missing <= few_tokens else NOTHING)
+        if behind:
+            self._catch_up(behind, sequences, num_drafts, proposals)
+        return proposals
 
     def on_free(self, sequence: Sequence) -> None:
         """Drop the index of ``sequence``."""
-        self._indexes.pop(sequence, None)
+        self._indexes.pop(id(sequence), None)
 
-    def _propose_one(self, sequence: Sequence, index: ContextIndex, k: int) -> Proposal:
-        return index.propose(k)
+    def knows(self, sequence: Sequence) -> bool:
+        """Whether there is an index of the whole context."""
+        entry = self._indexes.get(id(sequence))
+        return entry is not None and len(entry[0].tokens) == len(sequence.token_ids)
 
-    def _index(self, sequence: Sequence) -> ContextIndex:
-        index = self._indexes.get(sequence)
-        if index is None:
-            index = self._indexes[sequence] = self._make_index()
+    def _add_index(self, sequence: Sequence) -> ContextIndex:
+        forget, key = self._indexes.pop, id(sequence)
+        index = self._make_index()
+        self._indexes[key] = (index, weakref.ref(sequence, lambda _: forget(key, None)))
         return index
 
-    def _catch_up(self, sequences: Seq[Sequence], indexes: Seq[ContextIndex]) -> None:
+    def _catch_up(
+        self,
+        behind: list[tuple[int, int, ContextIndex]],
+        sequences: Seq[Sequence],
+        num_drafts: Seq[int],
+        proposals: list[Proposal],
+    ) -> None:
+        """Extend indexes that lack ``missing`` tokens; those that are complete then propose."""
         left = self.index_tokens
-        behind = []
-        for sequence, index in zip(sequences, indexes, strict=True):
-            missing = sequence.num_tokens - index.num_tokens
-            if 0 < missing <= self.few_tokens:
-                index.extend(sequence.token_ids[index.num_tokens :])
-            elif missing > 0:
-                behind.append((missing, sequence, index))
-        for missing, sequence, index in sorted(behind, key=lambda row: row[0]):
-            start = index.num_tokens
-            index.extend(sequence.token_ids[start : start + min(missing, left)])
-            left -= min(missing, left)
+        for missing, row, index in sorted(behind, key=lambda row: row[0]):
+            start, count = len(index.tokens), min(missing, left)
+            index.extend(sequences[row].token_ids[start : start + count])
+            left -= count
+            if count == missing and num_drafts[row] > 0:
+                proposals[row] = index.propose(num_drafts[row])
 
 
-def run_on(tokens: Seq[int], start: int, k: int) -> list[int]:
+def run_on(tokens: list[int], start: int, k: int) -> list[int]:
     """``k`` tokens as ``tokens`` goes on from ``start``, which is before its end.
 
     Where that reaches the end of ``tokens`` it runs on into the copy itself, so text that repeats
     is continued for all of ``k``.
     """
-    period = len(tokens) - start
-    return [tokens[start + i % period] for i in range(k)]
+    copy = tokens[start : start + k]
+    return copy if len(copy) == k else (copy * -(-k // len(copy)))[:k]

@@ -13,6 +13,7 @@ class NgramDrafter(IndexedDrafter):
     """
 
     name = "ngram"
+    copies_contexts = True
 
     def __init__(self, *, index_tokens: int = 4096) -> None:
         super().__init__(NgramIndex, index_tokens=index_tokens)

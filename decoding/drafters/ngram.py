@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pagedraft.decoding.drafters.base import Proposal
+from pagedraft.decoding.drafters.base import NOTHING, Proposal
 from pagedraft.decoding.drafters.indexed import run_on
 
 # Suffix lengths tried, longest first. Tokens per pass (share of drafts accepted), 8 drafts, teacher
@@ -22,10 +22,13 @@ from pagedraft.decoding.drafters.indexed import run_on
 # Length 8 pays on edits; the lengths between do not, at over twice the memory. Length 1 drafts at
 # nearly every position: it wins only where a draft costs less than about 4 % of a pass.
 LENGTHS = (8, 4, 2)
+FEW = 16  # new tokens: one by one up to here, all at once beyond
 
 
 class NgramIndex:
     """Index of one context's n-grams: for each, where it last ended before the current end.
+
+    tokens: seen so far.
 
     **Units**: positions and lengths are tokens. An n-gram that ends at ``end`` covers
     ``tokens[end - n : end]``, so what followed it begins at ``end``.
@@ -41,30 +44,28 @@ class NgramIndex:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths: expected n-gram lengths of at least 1, got {lengths}")
         self.lengths = tuple(sorted(set(lengths), reverse=True))
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self._last_end: dict[tuple[int, ...], int] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens seen so far."""
-        return len(self._tokens)
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append committed tokens."""
-        tokens, old_end = self._tokens, len(self._tokens)
+        tokens, old_end = self.tokens, len(self.tokens)
         tokens.extend(token_ids)
         for n in self.lengths:
             # Ends before the current one only: the current suffix must not find itself.
             ends = range(max(n, old_end), len(tokens))
-            if ends:
+            if len(ends) < FEW:
+                for end in ends:
+                    self._last_end[tuple(tokens[end - n : end])] = end
+            else:
                 columns = (tokens[ends.start - n + i : ends.stop - n + i] for i in range(n))
                 self._last_end.update(zip(zip(*columns, strict=True), ends, strict=True))
 
     def propose(self, k: int) -> Proposal:
         """``k`` tokens after the latest earlier copy of the longest known suffix, else none."""
-        end = len(self._tokens)
+        tokens, end = self.tokens, len(self.tokens)
         for n in self.lengths:
-            start = self._last_end.get(tuple(self._tokens[end - n :])) if n <= end else None
+            start = self._last_end.get(tuple(tokens[-n:])) if n <= end else None
             if start is not None:
-                return Proposal(run_on(self._tokens, start, k), evidence=n)
-        return Proposal([])
+                return Proposal(run_on(tokens, start, k), None, n)
+        return NOTHING

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence as Seq
 
 from pagedraft.decoding.drafters.base import Proposal
-from pagedraft.decoding.drafters.indexed import ContextIndex, IndexedDrafter
+from pagedraft.decoding.drafters.indexed import IndexedDrafter
 from pagedraft.decoding.drafters.suffix_automaton import Match, SuffixAutomaton
 from pagedraft.decoding.sequence import Sequence
 
@@ -59,6 +59,7 @@ class SuffixDrafter(IndexedDrafter):
     """
 
     name = "suffix"
+    copies_contexts = True
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class SuffixDrafter(IndexedDrafter):
 
     def on_free(self, sequence: Sequence) -> None:
         """Drop the index of ``sequence``; keep its output if outputs are shared."""
-        if self._outputs is not None and sequence in self._indexes:
+        if self._outputs is not None and id(sequence) in self._indexes:
             output_ids = sequence.output_ids
             new_ids = output_ids[self._num_shared.get(sequence, 0) :]
             if new_ids:
@@ -81,9 +82,15 @@ class SuffixDrafter(IndexedDrafter):
             self._num_shared[sequence] = len(output_ids)
         super().on_free(sequence)
 
-    def _propose_one(self, sequence: Sequence, index: ContextIndex, k: int) -> Proposal:
-        own = index.propose(k)
-        if self._outputs is None or own.evidence >= TAIL_TOKENS:
-            return own
-        other = self._outputs.propose(sequence.token_ids[-TAIL_TOKENS:], k)
-        return other if other.tokens and other.evidence > own.evidence else own
+    def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[Proposal]:
+        """What each index says, or other texts where they know better."""
+        proposals = super().propose(sequences, num_drafts)
+        if self._outputs is None:
+            return proposals
+        for row, (sequence, k) in enumerate(zip(sequences, num_drafts, strict=True)):
+            own = proposals[row]
+            if k > 0 and own.evidence < TAIL_TOKENS and self.knows(sequence):
+                other = self._outputs.propose(sequence.token_ids[-TAIL_TOKENS:], k)
+                if other.tokens and other.evidence > own.evidence:
+                    proposals[row] = other
+        return proposals

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pagedraft.decoding.drafters.base import Proposal
+from pagedraft.decoding.drafters.base import NOTHING, Proposal
 from pagedraft.decoding.drafters.indexed import run_on
 
 ROOT = 0
@@ -45,8 +45,6 @@ class SuffixAutomaton:
     A state stands for runs that end at the same places; its link leads to the state of their
     longest suffix that ends elsewhere too. The texts come one after another.
 
-    repeat: the longest suffix of the current text that was seen before, in it or in another.
-
     **Units**: lengths and positions are tokens; a run that ends at ``end`` is
     ``tokens[end - length : end]``.
 
@@ -62,36 +60,69 @@ class SuffixAutomaton:
             raise ValueError(f"min_match: expected at least 1 token, got {min_match}")
         self.min_match = min_match
         self.tokens: list[int] = []
-        self.repeat = NO_MATCH
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]  # of a state's longest run
         self._end = [0]  # where its runs ended first
         self._last = ROOT  # the state of the whole current text
+        self._seen = ROOT  # the state of its longest suffix that was seen before
 
     @property
     def num_tokens(self) -> int:
         """Tokens seen so far, with one TEXT_END between two texts."""
         return len(self.tokens)
 
+    @property
+    def repeat(self) -> Match:
+        """The longest suffix of the current text that was seen before, in it or in another."""
+        return Match(self._length[self._seen], self._end[self._seen])
+
     def start_text(self) -> None:
         """End the current text: what is appended next does not follow it."""
         if self.tokens:
             self.tokens.append(TEXT_END)
-        self.repeat = NO_MATCH
-        self._last = ROOT
+        self._last = self._seen = ROOT
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append tokens to the current text."""
+        tokens, nexts, links, lengths = self.tokens, self._next, self._link, self._length
+        last, seen = self._last, self._seen
         for token in token_ids:
-            self._append(token)
+            tokens.append(token)
+            following = nexts[last]
+            if token in following:  # another text began like this one
+                seen = following[token]
+                if lengths[seen] != lengths[last] + 1:
+                    seen = self._split(last, token)
+                last = seen
+                continue
+            state = len(nexts)
+            nexts.append({})
+            links.append(ROOT)
+            lengths.append(lengths[last] + 1)
+            self._end.append(len(tokens))
+            while True:
+                following[token] = state
+                last = links[last]
+                if last < 0:
+                    seen = ROOT
+                    break
+                following = nexts[last]
+                if token in following:
+                    seen = following[token]
+                    if lengths[seen] != lengths[last] + 1:
+                        seen = self._split(last, token)
+                    break
+            links[state] = seen
+            last = state
+        self._last, self._seen = last, seen
 
     def propose(self, k: int) -> Proposal:
         """``k`` tokens after the first copy of the longest repeated suffix; for one text."""
-        length, end = self.repeat
+        length = self._length[self._seen]
         if length < self.min_match:
-            return Proposal([])
-        return Proposal(run_on(self.tokens, end, k), evidence=length)
+            return NOTHING
+        return Proposal(run_on(self.tokens, self._end[self._seen], k), None, length)
 
     def find(self, token_ids: Sequence[int]) -> Match:
         """The longest suffix of ``token_ids`` that was seen, and where it ended first."""
@@ -110,40 +141,19 @@ class SuffixAutomaton:
         tokens = self.tokens[match.end : match.end + k]
         return tokens[: tokens.index(TEXT_END)] if TEXT_END in tokens else tokens
 
-    def _append(self, token: int) -> None:
-        self.tokens.append(token)
-        nexts, links, last = self._next, self._link, self._last
-        if token in nexts[last]:  # another text began like this one
-            state = seen = self._after(last, token)
-        else:
-            state = self._add_state(self._length[last] + 1, {}, len(self.tokens))
-            while last >= 0 and token not in nexts[last]:
-                nexts[last][token] = state
-                last = links[last]
-            links[state] = seen = ROOT if last < 0 else self._after(last, token)
-        self.repeat = Match(self._length[seen], self._end[seen])
-        self._last = state
-
-    def _after(self, state: int, token: int) -> int:
-        """The state of ``state``'s longest run and ``token``, split off where longer ones share it.
+    def _split(self, state: int, token: int) -> int:
+        """Split the state of ``state``'s longest run and ``token`` off one that longer runs share.
 
         The longer ones have not ended here; both ended at the same place first.
         """
-        shared = self._next[state][token]
-        length = self._length[state] + 1
-        if self._length[shared] == length:
-            return shared
-        split = self._add_state(length, self._next[shared].copy(), self._end[shared])
-        self._link[split] = self._link[shared]
-        self._link[shared] = split
-        while state >= 0 and self._next[state].get(token) == shared:
-            self._next[state][token] = split
-            state = self._link[state]
+        nexts, links = self._next, self._link
+        shared, split = nexts[state][token], len(nexts)
+        nexts.append(nexts[shared].copy())
+        links.append(links[shared])
+        self._length.append(self._length[state] + 1)
+        self._end.append(self._end[shared])
+        links[shared] = split
+        while state >= 0 and nexts[state].get(token) == shared:
+            nexts[state][token] = split
+            state = links[state]
         return split
-
-    def _add_state(self, length: int, transitions: dict[int, int], end: int) -> int:
-        self._next.append(transitions)
-        self._link.append(ROOT)
-        self._length.append(length)
-        self._end.append(end)
-        return len(self._next) - 1

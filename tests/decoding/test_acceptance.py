@@ -26,7 +26,7 @@ def counted(acceptance: Acceptance, name: str = "ngram") -> list[tuple[int, int]
     trials = []
     for (drafter, _), cell in acceptance.cells.items():
         pairs = zip(cell.hits, cell.tried, strict=True)
-        trials += [(d, int(h)) for d, (h, t) in enumerate(pairs) if drafter == name and t]
+        trials += [(d, round(h)) for d, (h, t) in enumerate(pairs) if drafter == name and t]
     return trials
 
 
@@ -37,7 +37,7 @@ def test_watch(name):
     acceptance.watch("ngram", Proposal(tokens, evidence=3), used)
     [acceptance.emitted(step) for step in steps]
     assert counted(acceptance) == expected
-    assert not acceptance.watches
+    assert acceptance.num_watches == 0
 
 
 def test_drafters_are_watched_apart():
@@ -54,12 +54,12 @@ def test_a_few_proposals_are_followed_and_all_are_scored_in_their_step():
     for start in range(6):
         acceptance.watch("ngram", Proposal(text[start : start + 10]))
         acceptance.emitted(text[start : start + 1])
-    assert len(acceptance.watches) == MAX_WATCHES
+    assert acceptance.num_watches == MAX_WATCHES
     cell = acceptance.cells["ngram", 0]
     assert cell.tried[0] > 5
-    assert cell.hits == cell.tried
+    assert cell.hits == pytest.approx(cell.tried)
     acceptance.emitted([0])
-    assert not acceptance.watches
+    assert acceptance.num_watches == 0
 
 
 def test_drafts_behind_the_first_wrong_one_say_nothing():
@@ -73,8 +73,8 @@ def test_deep_drafts_share_classes():
     acceptance = Acceptance()
     acceptance.record("ngram", 0, 100, 70)
     cell = acceptance.cells["ngram", 0]
-    assert cell.tried == [1, 1, 1, 1, 4, 63]
-    assert cell.hits == [1, 1, 1, 1, 4, 62]
+    assert cell.tried == pytest.approx([1, 1, 1, 1, 4, 63])
+    assert cell.hits == pytest.approx([1, 1, 1, 1, 4, 62])
 
 
 def test_worth_is_the_product_of_the_conditional_estimates():

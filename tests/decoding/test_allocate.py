@@ -37,6 +37,12 @@ CASES = {
 }
 
 
+def padded(worth) -> np.ndarray:
+    """Rows of one length, 0 where there is no draft."""
+    most = max(map(len, worth), default=0)
+    return np.array([[*row, *[0.0] * (most - len(row))] for row in worth]).reshape(len(worth), most)
+
+
 def gain(ks, worth, seconds, rate, is_model, round_seconds) -> float:
     """Tokens expected of ``ks`` drafts, less rate * seconds."""
     rounds = max((k for k, model in zip(ks, is_model or [], strict=False) if model), default=0)
@@ -49,7 +55,8 @@ def gain(ks, worth, seconds, rate, is_model, round_seconds) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_no_other_set_gains_more(name):
     worth, seconds, rate, is_model, round_seconds = CASES[name]
-    ks, claimed = allocate(worth, seconds, rate, is_model=is_model, round_seconds=round_seconds)
+    options = {"is_model": is_model, "round_seconds": round_seconds}
+    ks, claimed = allocate(padded(worth), seconds, rate, **options)
     rest = (worth, seconds, rate, is_model, round_seconds)
     best = max(gain(other, *rest) for other in product(*[range(len(row) + 1) for row in worth]))
     assert gain(ks, *rest) == pytest.approx(claimed)
@@ -59,6 +66,6 @@ def test_no_other_set_gains_more(name):
 def test_a_worse_set_is_seen():
     """Teeth of the comparison: one draft fewer gains less."""
     worth, seconds, rate, _, _ = CASES["rows that compete"]
-    ks, claimed = allocate(worth, seconds, rate)
+    ks, claimed = allocate(padded(worth), seconds, rate)
     fewer = [max(0, k - 1) for k in ks]
     assert gain(fewer, worth, seconds, rate, None, 0.0) < claimed - 0.1

@@ -94,7 +94,7 @@ def test_evidence(tokens: list[int], lengths: tuple[int, ...], expected: int) ->
 
 def test_memory_is_bounded_by_the_context() -> None:
     index = index_of(list(range(100)) * 3, LENGTHS)
-    assert index.num_tokens == 300
+    assert len(index.tokens) == 300
     assert len(index._last_end) <= 100 * len(LENGTHS)
 
 
