@@ -7,13 +7,12 @@ grant: to find that out costs time, so one that does not fit is remembered (``Mi
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol, TypeVar
 
 from pagedraft.model.block_pool import BlockPool
 from pagedraft.scheduler.claims import (
+    PrefixSource,
     RequestT,
     Room,
-    Schedulable,
     StepPlan,
     add_drafts,
     grant,
@@ -23,16 +22,6 @@ from pagedraft.scheduler.claims import (
 from pagedraft.scheduler.waiting import Misfit, WaitingQueue
 
 SKIPS = 16  # steps after which a request that did not fit is tried again, whatever is free
-
-_RequestT = TypeVar("_RequestT", bound=Schedulable, contravariant=True)
-
-
-class PrefixSource(Protocol[_RequestT]):
-    """Gives a waiting request the blocks that others have computed (scheduler/prefix.py)."""
-
-    def is_ready(self, request: _RequestT, /) -> bool: ...  # False: it waits for another to run
-    def attach(self, request: _RequestT, /) -> None: ...  # sets block_ids and num_written
-    def detach(self, request: _RequestT, /) -> None: ...  # gives back what attach gave, grants too
 
 
 def admit(

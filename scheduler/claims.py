@@ -31,6 +31,16 @@ class Schedulable(Queued, Protocol):
 
 
 RequestT = TypeVar("RequestT", bound=Schedulable)
+_RequestT = TypeVar("_RequestT", bound=Schedulable, contravariant=True)
+
+
+class PrefixSource(Protocol[_RequestT]):
+    """Gives a waiting request the blocks that others have computed (scheduler/prefix.py)."""
+
+    def is_ready(self, request: _RequestT, /) -> bool: ...  # False: it waits for another to run
+    def attach(self, request: _RequestT, /) -> None: ...  # sets block_ids and num_written
+    def detach(self, request: _RequestT, /) -> None: ...  # gives back what attach gave, grants too
+    def retire(self, request: _RequestT, /) -> None: ...  # preempts: takes blocks, calls drop_kv
 
 
 @dataclass
@@ -121,7 +131,13 @@ def add_drafts(
         room.prompt_tokens -= drafts
 
 
-def preempt(request: RequestT, pool: BlockPool) -> RequestT:
+def preempt(
+    request: RequestT, pool: BlockPool, prefixes: PrefixSource[RequestT] | None
+) -> RequestT:
+    """Take a running request's blocks; its tokens stay."""
+    if prefixes is not None:
+        prefixes.retire(request)
+        return request
     block_ids = request.sequence.block_ids
     pool.free(request.request_id, block_ids)
     block_ids.clear()

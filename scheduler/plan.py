@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from pagedraft.model.block_pool import BlockPool
-from pagedraft.scheduler.admit import PrefixSource, admit, reserve
+from pagedraft.scheduler.admit import admit, reserve
 from pagedraft.scheduler.claims import (
+    PrefixSource,
     RequestT,
     Room,
     StepPlan,
@@ -74,9 +75,9 @@ def plan_step(
     if urgent:
         urgent = frozenset(urgent)
         reserved = reserve(waiting, urgent, pool, chunk, num_rows, prefixes)
-        _serve_in_turn(plan, running, pool, room, urgent, reserved)
+        _serve_in_turn(plan, running, pool, room, prefixes, urgent, reserved)
     elif not _serve_all(plan, running, pool, room):
-        _serve_in_turn(plan, running, pool, room)
+        _serve_in_turn(plan, running, pool, room, prefixes)
     if num_rows > 0 and waiting and not plan.preempted:
         admit(plan, waiting, urgent, pool, room, num_rows, prefixes)
     return plan
@@ -133,6 +134,7 @@ def _serve_in_turn(
     running: Sequence[RequestT],
     pool: BlockPool,
     room: Room,
+    prefixes: PrefixSource[RequestT] | None,
     urgent: Collection[RequestT] = (),
     reserved: int = 0,
 ) -> None:
@@ -148,7 +150,7 @@ def _serve_in_turn(
             continue
         while not grant(request, span, pool):
             room.tokens += spans.get(rows[-1], 0)
-            plan.preempted.append(preempt(rows.pop(), pool))
+            plan.preempted.append(preempt(rows.pop(), pool, prefixes))
             if plan.preempted[-1] is request:
                 break
         else:

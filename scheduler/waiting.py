@@ -12,7 +12,8 @@ ahead of any other that has a request to start by less than ``quantum`` tokens. 
 only when they are served, so an account can overshoot its turn, by the pending tokens of the last
 request and by the output of those that run; the tenant then waits until the others have caught up.
 A tenant of whom nobody waits keeps no credit: it comes back in the earliest turn of those who wait.
-It keeps its debt, but when nobody at all waits there is nothing to share, and all accounts end.
+It keeps its debt, but when nobody at all waits there is nothing to share, and all accounts end;
+nor is anything counted for a tenant that is alone.
 
 Priorities order the requests of a tenant, not tenants. Requests without a tenant are one tenant's;
 without others the queue is plain: rank, then arrival.
@@ -186,8 +187,8 @@ class WaitingQueue(Generic[QueuedT]):
             self.misfit = None
 
     def charge(self, tenant: Hashable, num_tokens: int) -> None:
-        """Note tokens that a tenant was served; free of charge while nobody waits."""
-        if not self._homes:
+        """Note tokens that a tenant was served: nothing to note while no other has an account."""
+        if not self._homes or (len(self._accounts) == 1 and tenant in self._accounts):
             return
         account = self._accounts.get(tenant) or self._open(tenant)
         if not account.requests:

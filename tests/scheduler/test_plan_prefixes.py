@@ -37,6 +37,13 @@ class KnownBlocks:
 
     def detach(self, request: FakeRequest) -> None:
         self.calls.append(("detach", request.arrival))
+        self.give_back(request)
+
+    def retire(self, request: FakeRequest) -> None:
+        self.calls.append(("retire", request.arrival))
+        self.give_back(request)
+
+    def give_back(self, request: FakeRequest) -> None:
         self.pool.free(request.request_id, request.block_ids)
         request.block_ids.clear()
         request.sequence.drop_kv()
@@ -122,10 +129,9 @@ def test_nobody_is_attached_in_a_step_that_preempts() -> None:
     rows, queue = [running(1, 9, 8), running(2, 9, 8)], [waiting(3, 11)]
     pool = make_pool(4, rows)
     prefixes = KnownBlocks(pool, {3: 8}, list(rows[0].block_ids))
-    assert describe(plan_step(queue_of(*queue), rows, pool, 20, 4, None, prefixes))[
-        "preempted"
-    ] == [2]
-    assert prefixes.calls == []
+    plan = plan_step(queue_of(*queue), rows, pool, 20, 4, None, prefixes)
+    assert describe(plan)["preempted"] == [2]
+    assert prefixes.calls == [("retire", 2)]
 
 
 def test_the_head_runs_although_preemption_frees_no_block_at_first() -> None:

@@ -122,7 +122,7 @@ def test_workloads_share_blocks(has_cache: bool) -> None:
     assert (sum(engine.prefixes.num_hit_tokens for engine in engines) > 100) == has_cache
 
 
-def forget_blocks(request: FakeRequest, pool: BlockPool) -> FakeRequest:
+def forget_blocks(request: FakeRequest, *_) -> FakeRequest:
     """``preempt`` that leaks."""
     request.block_ids.clear()
     request.drop_kv()
