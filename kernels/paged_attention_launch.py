@@ -51,8 +51,7 @@ def shape_of(
     q_THD: torch.Tensor, pool: KVPool, max_query_len: int, rules: ScoreRules, is_wide: bool
 ) -> tuple[AttentionShape, dict[str, object]]:
     """Return the kernels' shape and compile options."""
-    num_heads, head_dim = q_THD.shape[1:]
-    num_kv_heads, block_size = pool.k_NGBD.shape[1:3]
+    (_, num_heads, head_dim), (_, num_kv_heads, block_size, _) = q_THD.shape, pool.k_NGBD.shape
     has_extras = rules.window is not None or pool.k_scale_NGB is not None
     sizes = (num_heads // num_kv_heads, head_dim, q_THD.element_size(), max_query_len)
     is_hip = torch.version.hip is not None
@@ -136,6 +135,29 @@ def split_for_prefix(
     if shared.num_saved_keys * token_bytes < 2 * LAUNCH_BYTES + scratch_bytes:
         return None
     return split if split.unit else Split(unit, num_units)
+
+
+class LaunchChoice(NamedTuple):
+    """What a call's sizes decide, beside grids; has_total: a walk keeps a total in memory."""
+
+    shape: AttentionShape
+    split: Split
+    has_total: bool
+
+
+def choose_launch(
+    q_THD: torch.Tensor,
+    pool: KVPool,
+    num_rows: int,
+    max_query_len: int,
+    max_kv_len: int,
+    rules: ScoreRules,
+    is_wide: bool,
+) -> LaunchChoice:
+    """Return what a call without shared prefixes launches; no tensor is read."""
+    shape, _ = shape_of(q_THD, pool, max_query_len, rules, is_wide)
+    split = split_for(shape, q_THD.shape[0], num_rows, max_query_len, max_kv_len)
+    return LaunchChoice(shape, split, split.unit == 0 and max_kv_len > SECTION)
 
 
 class _Call(NamedTuple):
@@ -233,9 +255,8 @@ def launch(
     if shared is not None and (rules.window is not None or shared.max_keys < SEGMENT):
         shared = None
     if split is None:
-        shape, _ = shape_of(q_THD, pool, rows.max_query_len, rules, is_wide)
-        sizes = (q_THD.shape[0], rows.kv_lens_R.shape[0], rows.max_query_len, rows.max_kv_len)
-        split = split_for(shape, *sizes)
+        sizes = (rows.kv_lens_R.shape[0], rows.max_query_len, rows.max_kv_len)
+        split = choose_launch(q_THD, pool, *sizes, rules, is_wide).split
         with_prefix = shared and split_for_prefix(q_THD, pool, split, shared, rows.max_kv_len)
         split, shared = (with_prefix, shared) if with_prefix else (split, None)
     call = _Call(q_THD, pool, rules, out_THD, is_wide)
