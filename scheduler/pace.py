@@ -86,10 +86,12 @@ class _Awaited(NamedTuple):
 class Pace:
     """Keeps the live requests with targets, and learns what steps take.
 
-    token_budget, max_rows, chunk_tokens: the engine's.
+    token_budget, max_rows, chunk_tokens: the engine's; None is no limit.
     """
 
-    def __init__(self, token_budget: int, max_rows: int, chunk_tokens: int | None = None) -> None:
+    def __init__(
+        self, token_budget: int, max_rows: int | None = None, chunk_tokens: int | None = None
+    ) -> None:
         self.token_budget = token_budget
         self.max_rows = max_rows
         self.chunk_tokens = token_budget if chunk_tokens is None else chunk_tokens
@@ -133,7 +135,7 @@ class Pace:
         budget = None if allowed == math.inf else self._budget(allowed, load, position)
         chunk = self.token_budget if budget is None else min(budget, self.token_budget)
         ordered = self._by_urgency(awaited, chunk, load, now) if awaited else []
-        can_admit = len(running) < self.max_rows
+        can_admit = self.max_rows is None or len(running) < self.max_rows
         able = (r for r in ordered if can_admit or r not in waiting)
         return Verdict(budget, tuple(self._fill(able, chunk)))
 
