@@ -20,12 +20,12 @@ from pagedraft.model.block_pool import BlockPool
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.admission import check_request
+from pagedraft.scheduler.committer import Committer
 from pagedraft.scheduler.launch import Launched, Launcher
-from pagedraft.scheduler.logprobs import add_logprobs
 from pagedraft.scheduler.metrics import EngineStats
 from pagedraft.scheduler.observer import Observer, StepRecord
 from pagedraft.scheduler.outbox import Outbox
-from pagedraft.scheduler.output import Kept, is_in_doubt, keep
+from pagedraft.scheduler.output import Kept
 from pagedraft.scheduler.pace import Pace
 from pagedraft.scheduler.plan import StepPlan, plan_step
 from pagedraft.scheduler.prefix import Prefixes
@@ -76,7 +76,7 @@ class Engine:
         self.speculation = Speculation(
             drafters, controller or DraftController(), target.config.vocab_size, target.device
         )
-        self.pace = Pace(token_budget)
+        self.pace = Pace(token_budget, max_rows, chunk_tokens)
         self.token_budget = token_budget
         self.max_rows = max_rows
         self.chunk_tokens = chunk_tokens
@@ -92,6 +92,9 @@ class Engine:
         )
         self._roster = Roster(rows)
         self._launcher = Launcher(target.forward, self.caches, rows)
+        self._committer = Committer(
+            lambda: self.speculation, self.waiting, self.outbox, self._finish
+        )
         self._limit = StepLimit()
         self._num_steps = 0
         self._is_stepping = False
@@ -139,9 +142,10 @@ class Engine:
         """Take a running request's blocks; it runs again later and keeps its output."""
         if request.row < 0:
             raise ValueError(f"request {request.request_id!r}: expected one that runs")
-        self.pool.free(request.request_id, request.block_ids)
-        request.block_ids.clear()
-        request.drop_kv()
+        self._retire(request, save=True)
+
+    def _retire(self, request: Request, save: bool) -> None:
+        self.prefixes.retire(request, save)
         self._requeue(request)
         self.outbox.preempted(request)
 
@@ -186,7 +190,7 @@ class Engine:
                 raise
             self._make_room(plan, error)
             return []
-        self._commit(launched, verified, record)
+        self._committer.commit(launched, verified, record)
         self._end_step(launched.step, plan, record)
         if not (self.overlap and self.has_work):
             self.outbox.send()
@@ -234,12 +238,14 @@ class Engine:
     def _launch(self, plan: StepPlan[Request], record: StepRecord) -> Launched:
         """Put the whole step on the device: copies, drafts, forward pass, draws and verdict."""
         copies = self.prefixes.take_copies()
-        if copies:
+        if copies or self.prefixes.swap is not None:
             try:
-                self._launcher.copy(copies)
+                self.prefixes.restore()
+                if copies:
+                    self._launcher.copy(copies)
             except BaseException:  # an interrupt too: no fork may run without its copy
                 for request in plan.admitted:
-                    self.preempt(request)
+                    self._retire(request, save=False)
                 raise
         record.drafts = self.speculation.propose(plan.scheduled)
         record.drafted = time.perf_counter()
@@ -258,42 +264,13 @@ class Engine:
             return
         self._limit.shrink(num_fed)
         for request in self.running[self._limit.cap(num_fed) :]:
-            self.preempt(request)
-
-    def _commit(self, launched: Launched, verified: list[list[int]], record: StepRecord) -> None:
-        """Keep what the output contract keeps of each row, and end what is done."""
-        step, logits_QV = launched.step, launched.logits_QV
-        for request, num_tokens in step.unfinished:
-            if request.row >= 0:  # else a callback of the step before ended or preempted it
-                request.sequence.num_written += num_tokens
-        now = time.perf_counter()
-        first_row = 0
-        for request, proposal, tokens in zip(step.sampled, step.proposals, verified, strict=True):
-            row, first_row = first_row, first_row + len(proposal.tokens) + 1
-            if request.row < 0:
-                continue
-            if tokens[-1] < 0 and proposal.tokens and is_in_doubt(request, len(tokens)):
-                self._retry_without_drafts(request)
-                continue
-            kept = keep(request, tokens)
-            if kept.tokens:
-                record.emitted[request] = kept.tokens
-                if request.params.logprobs is not None:
-                    rows_QV = launched.raw.get(request, logits_QV[row : row + len(tokens)])
-                    add_logprobs(request, rows_QV[: len(kept.tokens)], kept.tokens)
-                request.stats.emissions.append((now, len(kept.tokens)))
-            self.speculation.settle(request, proposal, tokens, len(kept.tokens))
-            if kept.tokens:
-                request.sequence.append(kept.tokens)
-                self.waiting.charge(request.tenant, len(kept.tokens))
-                self.outbox.put(request, kept.tokens)
-            if kept.reason is not None:
-                self._finish(request, kept)
+            self._retire(request, save=False)
 
     def _end_step(self, step: Step, plan: StepPlan[Request], record: StepRecord) -> None:
         """Publish what has been computed, and feed the step to statistics and models of cost."""
-        for request in step.sampled:
-            self._roster.prompts.pop(request, None)
+        if self._roster.prompts:
+            for request in step.sampled:
+                self._roster.prompts.pop(request, None)
         for request in plan.scheduled:
             if not request.finished:
                 self.prefixes.publish(request)
@@ -313,15 +290,6 @@ class Engine:
         record.num_waiting, record.num_running = len(self.waiting), len(self.running)
         record.num_free, record.num_evictable = self.pool.num_free, self.pool.num_evictable
         self.outbox.close(record)
-
-    def _retry_without_drafts(self, request: Request) -> None:
-        """Decode this step's tokens again one by one: the NaN may be a rejected draft's.
-
-        A draft's NaN keys and values reach the rows before it as 0 * NaN; plain decoding never
-        sees them.
-        """
-        request.sequence.append([])
-        self.speculation.turn_off(request, None, "NaN in a step with drafts")
 
     def _fail(self, request: Request, error: str) -> None:
         self._finish(request, Kept([], "error", error=error))

@@ -33,6 +33,14 @@ class Launched:
     raw: Mapping[Request, torch.Tensor]
     verification: Verification | None
 
+    def logits_of(self, index: int) -> torch.Tensor:
+        """Logits of a sampled row's span, [drafts + 1, V], as the model gave them."""
+        request = self.step.sampled[index]
+        if request in self.raw:
+            return self.raw[request]
+        first = sum(len(proposal.tokens) + 1 for proposal in self.step.proposals[:index])
+        return self.logits_QV[first : first + len(self.step.proposals[index].tokens) + 1]
+
     def read(self) -> list[list[int]]:
         """Wait for the tokens of each sampled row: accepted drafts and one more."""
         return [] if self.verification is None else self.verification.read()

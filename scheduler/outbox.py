@@ -30,7 +30,7 @@ class Outbox:
         self._record: StepRecord | None = None
 
     def put(self, request: Request, tokens: list[int]) -> None:
-        """Keep tokens that a request got for its callback."""
+        """Keep tokens that a request got for its callback, if it has one."""
         if request.on_tokens is not None:
             self._tokens.append((request, tokens))
 

@@ -143,7 +143,8 @@ class Request:
     steps that bring tokens; None: none).
     Set by the engine: arrival, rank (lower runs first, see waiting.py), drafters (names of those
         that may still draft for it), choice and offers (of the next step, see speculation.py),
-        num_drafts (wanted in the next step), row (its row of the block table, -1: none),
+        num_drafts (wanted in the next step), row (its row of the block table, -1: none), max_total
+        (most tokens, prompt and output), is_plain (neither stop strings nor logprobs),
         finish_reason, stop_reason (the stop id or string), error.
     """
 
@@ -168,6 +169,8 @@ class Request:
     num_drafts: int = 0
     num_plain_passes: int = 0
     row: int = -1
+    max_total: int = 0
+    is_plain: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -33,6 +33,10 @@ class Roster:
         request.arrival = self._num_submitted
         request.rank = self.waiting.rank_of(request.priority, request.arrival)
         self._num_submitted += 1
+        params = request.params
+        num_most = request.sequence.num_prompt + params.max_tokens
+        request.max_total = min(num_most, request.max_context)
+        request.is_plain = request.output_text is None and params.logprobs is None
         self.waiting.push(request)
 
     def admit(self, plan: StepPlan[Request]) -> None:
