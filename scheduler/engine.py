@@ -91,7 +91,7 @@ class Engine:
             row_multiple=target.row_multiple,
         )
         self._roster = Roster(rows)
-        self._launcher = Launcher(target.forward, self.caches, rows)
+        self._launcher = Launcher(target, self.caches, rows)
         self._committer = Committer(
             lambda: self.speculation, self.waiting, self.outbox, self._finish
         )

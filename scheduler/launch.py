@@ -13,6 +13,7 @@ from pagedraft.decoding.verify import Verification, start_verification
 from pagedraft.kernels.copy_blocks import copy_blocks
 from pagedraft.model.batch import StepBatch
 from pagedraft.model.kv_cache import KVCache
+from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.logprobs import raw_logits
 from pagedraft.scheduler.request import Request
 from pagedraft.scheduler.rows import Rows, Step
@@ -47,10 +48,14 @@ class Launched:
 
 
 class Launcher:
-    """Launches the steps of one engine. forward: the target's, or what stands for it."""
+    """Launches the steps of one engine.
 
-    def __init__(self, forward: Forward, caches: Seq[KVCache], rows: Rows) -> None:
-        self.forward = forward
+    forward: what runs in place of ``target.forward``, such as captured graphs of it; None: itself.
+    """
+
+    def __init__(self, target: Transformer, caches: Seq[KVCache], rows: Rows) -> None:
+        self.forward: Forward | None = None
+        self._target = target
         self._caches = list(caches)
         self._rows = rows
 
@@ -64,7 +69,8 @@ class Launcher:
     ) -> Launched:
         """Launch the pass of a plan whose drafts are known."""
         step = self._rows.lay_out(scheduled, proposals)
-        logits_QV = self.forward(step.batch, self._caches[0])
+        forward = self.forward or self._target.forward
+        logits_QV = forward(step.batch, self._caches[0])
         if not step.sampled:
             return Launched(step, logits_QV, {}, None)
         raw = raw_logits(logits_QV, step.sampled, step.proposals)
