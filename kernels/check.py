@@ -38,3 +38,19 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError unless ``tensor`` is contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+
+
+def check_vector(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, length: int | None = None
+) -> None:
+    """Raise ValueError or TypeError unless ``tensor`` is contiguous, 1-D, of ``dtype`` and length.
+
+    length: None matches any.
+    """
+    shape = tensor.shape  # what is in order returns soon: ten vectors a step
+    is_vector = len(shape) == 1 and (length is None or shape[0] == length)
+    if is_vector and tensor.dtype is dtype and tensor.is_contiguous():
+        return
+    check_dtype(name, tensor, dtype)
+    check_shape(name, tensor, (length,))
+    check_contiguous(name, tensor)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagedraft.kernels.check import check_contiguous, check_dtype, check_same_device, check_shape
+from pagedraft.kernels.check import check_dtype, check_same_device, check_shape, check_vector
 
 INVALID_TOKEN = -1
 
@@ -144,11 +144,13 @@ def check_batch(logits_QV: torch.Tensor, batch: SampleBatch) -> None:
         )
     if batch.vocab_size is not None and not 1 <= batch.vocab_size <= num_columns:
         raise ValueError(f"vocab_size: expected 1..{num_columns}, got {batch.vocab_size}")
-    vectors = _row_vectors(batch)
-    for name, (vector, dtype) in vectors.items():
-        _check_vector(name, vector, dtype, num_rows)
-    tensors = {name: vector for name, (vector, _) in vectors.items()}
-    tensors |= _checked_lists(batch, num_rows)
+    tensors = {}
+    for name, vector, dtype in _row_vectors(batch):
+        if vector is not None:
+            check_vector(name, vector, dtype, num_rows)
+            tensors[name] = vector
+    if batch.has_edits:
+        tensors |= _checked_lists(batch, num_rows)
     if batch.allowed_QW is not None:
         check_dtype("allowed_QW", batch.allowed_QW, torch.int32)
         num_words = -(-batch.num_tokens(num_columns) // 32)
@@ -164,34 +166,26 @@ def check_batch(logits_QV: torch.Tensor, batch: SampleBatch) -> None:
     check_same_device(logits_QV=logits_QV, **tensors)
 
 
-def _row_vectors(batch: SampleBatch) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
-    """The vectors with an entry a row, with their dtypes."""
-    wanted = {
-        "temperature_Q": (batch.temperature_Q, torch.float32),
-        "seed_Q": (batch.seed_Q, torch.int64),
-        "position_Q": (batch.position_Q, torch.int64),
-        "sample_index_Q": (batch.sample_index_Q, torch.int64),
-        "top_k_Q": (batch.top_k_Q, torch.int32),
-        "top_p_Q": (batch.top_p_Q, torch.float32),
-        "min_p_Q": (batch.min_p_Q, torch.float32),
-        "request_Q": (batch.request_Q, torch.int32),
-    }
+def _row_vectors(batch: SampleBatch) -> list[tuple[str, torch.Tensor | None, torch.dtype]]:
+    """The vectors with an entry a row: name, tensor and dtype."""
+    wanted = [
+        ("temperature_Q", batch.temperature_Q, torch.float32),
+        ("seed_Q", batch.seed_Q, torch.int64),
+        ("position_Q", batch.position_Q, torch.int64),
+        ("sample_index_Q", batch.sample_index_Q, torch.int64),
+        ("top_k_Q", batch.top_k_Q, torch.int32),
+        ("top_p_Q", batch.top_p_Q, torch.float32),
+        ("min_p_Q", batch.min_p_Q, torch.float32),
+        ("request_Q", batch.request_Q, torch.int32),
+    ]
     if batch.penalties is not None:
         for name in ("repetition_Q", "presence_Q", "frequency_Q"):
-            wanted[f"penalties.{name}"] = (getattr(batch.penalties, name), torch.float32)
+            wanted.append((f"penalties.{name}", getattr(batch.penalties, name), torch.float32))
         if batch.penalties.prefix is not None:
             for name in ("starts_Q", "lens_Q"):
                 vector = getattr(batch.penalties.prefix, name)
-                wanted[f"penalties.prefix.{name}"] = (vector, torch.int32)
-    return {name: (vector, dtype) for name, (vector, dtype) in wanted.items() if vector is not None}
-
-
-def _check_vector(
-    name: str, vector: torch.Tensor, dtype: torch.dtype, length: int | None = None
-) -> None:
-    check_dtype(name, vector, dtype)
-    check_shape(name, vector, (length,))
-    check_contiguous(name, vector)
+                wanted.append((f"penalties.prefix.{name}", vector, torch.int32))
+    return wanted
 
 
 def _checked_lists(batch: SampleBatch, num_rows: int) -> dict[str, torch.Tensor]:
@@ -201,7 +195,7 @@ def _checked_lists(batch: SampleBatch, num_rows: int) -> dict[str, torch.Tensor]
     def check_list(name: str, *, num_lists: int | None, starts: str, **values: torch.dtype) -> None:
         holder = getattr(batch, name)
         starts_1 = getattr(holder, starts)
-        _check_vector(f"{name}.{starts}", starts_1, torch.int32)
+        check_vector(f"{name}.{starts}", starts_1, torch.int32)
         is_short = starts_1.shape[0] <= num_lists if num_lists is not None else False
         if starts_1.shape[0] == 0 or is_short:
             raise ValueError(
@@ -211,7 +205,7 @@ def _checked_lists(batch: SampleBatch, num_rows: int) -> dict[str, torch.Tensor]
         tensors[f"{name}.{starts}"] = starts_1
         for field, dtype in values.items():
             vector = getattr(holder, field)
-            _check_vector(f"{name}.{field}", vector, dtype, holder.ids_n.shape[0])
+            check_vector(f"{name}.{field}", vector, dtype, holder.ids_n.shape[0])
             tensors[f"{name}.{field}"] = vector
 
     num_requests = num_rows if batch.request_Q is None else None
@@ -226,6 +220,6 @@ def _checked_lists(batch: SampleBatch, num_rows: int) -> dict[str, torch.Tensor]
         check_list("penalties", num_lists=num_requests, starts="starts_R1", **values)
         if batch.penalties.prefix is not None:
             name, drafts_n = "penalties.prefix.drafts_n", batch.penalties.prefix.drafts_n
-            _check_vector(name, drafts_n, torch.int64)
+            check_vector(name, drafts_n, torch.int64)
             tensors[name] = drafts_n
     return tensors

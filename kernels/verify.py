@@ -26,16 +26,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from pagedraft.kernels.check import (
-    check_contiguous,
-    check_dtype,
-    check_same_device,
-    check_shape,
-)
+from pagedraft.kernels.check import check_same_device, check_vector
 from pagedraft.kernels.cost import Cost
 from pagedraft.kernels.dispatch import implementation
 
@@ -72,18 +68,19 @@ def verify_ref(
 def verify_cpu(
     draft_tokens_K: torch.Tensor, draft_starts_R1: torch.Tensor, target_tokens_Q: torch.Tensor
 ) -> Verified:
-    """Compare all drafts at once; a row accepts up to its first mismatch."""
-    num_drafts = int(draft_starts_R1[-1])
-    start_R = draft_starts_R1[:-1].long()
-    k_R = draft_starts_R1[1:] - start_R
-    row_R = torch.arange(start_R.shape[0])
-    row_K = row_R.repeat_interleave(k_R, output_size=num_drafts)
-    place_K = torch.arange(num_drafts)
-    is_miss_K = draft_tokens_K[:num_drafts] != target_tokens_Q[place_K + row_K]
-    offset_K = (place_K - start_R[row_K]).masked_fill_(~is_miss_K, num_drafts)
-    accepted_R = k_R.scatter_reduce(0, row_K, offset_K, "amin")
-    next_token_R = target_tokens_Q[start_R + row_R + accepted_R]
-    return Verified(accepted_R.int(), next_token_R)
+    """Compare all drafts at once, in NumPy; a row accepts up to its first mismatch."""
+    starts_R1, drafts_K = draft_starts_R1.numpy(), draft_tokens_K.numpy()
+    draws_Q = target_tokens_Q.numpy()
+    num_drafts, num_rows = int(starts_R1[-1]), len(starts_R1) - 1
+    end_R = starts_R1[1:].astype(np.int64)
+    start_R = starts_R1[:-1].astype(np.int64)
+    row_K = np.repeat(np.arange(num_rows), end_R - start_R)
+    miss_m = (drafts_K[:num_drafts] != draws_Q[np.arange(num_drafts) + row_K]).nonzero()[0]
+    # The first miss at or behind a row's start, or the row's end where that is another row's.
+    first_R = np.append(miss_m, num_drafts)[np.searchsorted(miss_m, start_R)]
+    accepted_R = np.minimum(first_R, end_R) - start_R
+    next_token_R = draws_Q[start_R + np.arange(num_rows) + accepted_R]
+    return Verified(torch.from_numpy(accepted_R.astype(np.int32)), torch.from_numpy(next_token_R))
 
 
 @triton.jit
@@ -136,21 +133,17 @@ def verify(
 def _check(
     draft_tokens_K: torch.Tensor, draft_starts_R1: torch.Tensor, target_tokens_Q: torch.Tensor
 ) -> None:
-    dtypes = {"draft_tokens_K": torch.int64, "draft_starts_R1": torch.int32}
-    dtypes["target_tokens_Q"] = torch.int64
-    tensors = {
-        "draft_tokens_K": draft_tokens_K,
-        "draft_starts_R1": draft_starts_R1,
-        "target_tokens_Q": target_tokens_Q,
-    }
-    for name, tensor in tensors.items():
-        check_shape(name, tensor, (None,))
-        check_dtype(name, tensor, dtypes[name])
-        check_contiguous(name, tensor)
-    check_same_device(**tensors)
-    if draft_starts_R1.shape[0] == 0:
-        raise ValueError("draft_starts_R1: expected R + 1 prefix sums, got an empty tensor")
+    check_vector("draft_tokens_K", draft_tokens_K, torch.int64)
+    check_vector("draft_starts_R1", draft_starts_R1, torch.int32)
+    check_vector("target_tokens_Q", target_tokens_Q, torch.int64)
+    check_same_device(
+        draft_tokens_K=draft_tokens_K,
+        draft_starts_R1=draft_starts_R1,
+        target_tokens_Q=target_tokens_Q,
+    )
     num_rows = draft_starts_R1.shape[0] - 1
+    if num_rows < 0:
+        raise ValueError("draft_starts_R1: expected R + 1 prefix sums, got an empty tensor")
     if target_tokens_Q.shape[0] < num_rows:
         raise ValueError(
             f"target_tokens_Q: expected at least a draw for each of {num_rows} rows, got "
