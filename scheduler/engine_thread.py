@@ -217,12 +217,14 @@ class EngineThread:
 
         Raises RuntimeError for one that has not ended and that the engine does not have.
         """
-        if self.engine.has_work or not self._progress:
+        num_live = len(self.engine.running) + len(self.engine.waiting)
+        if len(self._progress) <= num_live:
             return []
-        for request in self._progress:
-            if not request.finished:
-                raise RuntimeError(f"request {request.request_id!r}: the engine has lost it")
-        return self._updates(list(self._progress))
+        ended = [request for request in self._progress if request.finished]
+        if num_live == 0 and len(ended) < len(self._progress):
+            lost = [r.request_id for r in self._progress if not r.finished]
+            raise RuntimeError(f"the engine has lost requests: {lost}")
+        return self._updates(ended)
 
     def _updates(self, requests: Iterable[Request]) -> list[Update]:
         """What is new of requests that got tokens or ended."""
