@@ -19,13 +19,15 @@ import torch
 class RowTable:
     """int32 [max_rows, max_blocks] on ``device``, and the same on the host.
 
+    num_rows: rows in use, the first ones. num_set: how many entries of each row are set.
+
     On a CPU both are one memory. Elsewhere changes are collected and moved by ``on_device``.
     """
 
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
         self.num_rows = 0
         self.host_RM = np.zeros((max_rows, max_blocks), dtype=np.int32)
-        self._num_set = [0] * max_rows
+        self.num_set = [0] * max_rows
         self._is_host = device.type == "cpu"
         self._device_RM = torch.from_numpy(self.host_RM)
         if not self._is_host:
@@ -34,10 +36,10 @@ class RowTable:
 
     def join(self) -> int:
         """Add a row without blocks; return its index."""
-        if self.num_rows == len(self._num_set):
+        if self.num_rows == len(self.num_set):
             raise ValueError(f"rows: expected at most {self.num_rows}")
         row = self.num_rows
-        self._num_set[row] = 0
+        self.num_set[row] = 0
         self.num_rows += 1
         return row
 
@@ -46,7 +48,7 @@ class RowTable:
         last = self.num_rows - 1
         if not 0 <= row <= last:
             raise ValueError(f"row: expected 0 to {last}, got {row}")
-        count = self._num_set[row] = self._num_set[last]
+        count = self.num_set[row] = self.num_set[last]
         if row != last:
             self.host_RM[row, :count] = self.host_RM[last, :count]
             self._note(row, 0, count)
@@ -54,10 +56,10 @@ class RowTable:
 
     def extend(self, row: int, block_ids: Sequence[int]) -> None:
         """Set what ``block_ids``, all blocks of the row, has more than the row had before."""
-        first, end = self._num_set[row], len(block_ids)
+        first, end = self.num_set[row], len(block_ids)
         if end > first:
             self.host_RM[row, first:end] = block_ids[first:]
-            self._num_set[row] = end
+            self.num_set[row] = end
             self._note(row, first, end)
 
     def on_device(self, num_columns: int) -> torch.Tensor:

@@ -268,12 +268,14 @@ class Engine:
 
     def _end_step(self, step: Step, plan: StepPlan[Request], record: StepRecord) -> None:
         """Publish what has been computed, and feed the step to statistics and models of cost."""
+        running = self._roster.running
         if self._roster.prompts:
             for request in step.sampled:
                 self._roster.prompts.pop(request, None)
-        for request in plan.scheduled:
-            if not request.finished:
-                self.prefixes.publish(request)
+        self.prefixes.publish_all(running)
+        if self.prefixes.window.num_tokens is not None:
+            for request in running:
+                self.prefixes.release_left(request, bool(request.drafters))
         record.finished = time.perf_counter()
         seconds = record.finished - record.began
         num_fed = step.batch.num_tokens
@@ -283,11 +285,12 @@ class Engine:
         self._limit.note_step(self.token_budget)
         self._num_steps += 1
         used = owned = 0
-        for request in self.running:
-            used += request.sequence.num_written
-            owned += len(request.sequence.block_ids)
+        for request in running:
+            sequence = request.sequence
+            used += sequence.num_written
+            owned += len(sequence.block_ids)
         self.stats.record(seconds, num_fed, num_kept, used, owned * self.pool.block_size)
-        record.num_waiting, record.num_running = len(self.waiting), len(self.running)
+        record.num_waiting, record.num_running = len(self.waiting), len(running)
         record.num_free, record.num_evictable = self.pool.num_free, self.pool.num_evictable
         self.outbox.close(record)
 

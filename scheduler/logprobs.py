@@ -14,6 +14,8 @@ def raw_logits(
     logits_QV: torch.Tensor, sampled: list[Request], drafts: list[Proposal]
 ) -> dict[Request, torch.Tensor]:
     """Copies of the rows that verification will change and whose values are to be reported."""
+    if all(request.is_plain for request in sampled):
+        return {}
     copies, first_row = {}, 0
     for request, proposal in zip(sampled, drafts, strict=True):
         end_row = first_row + len(proposal.tokens) + 1

@@ -11,6 +11,7 @@ Counts are tokens, but those of a ``_Chain``'s nodes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pagedraft.model.block_pool import BlockPool
@@ -137,15 +138,21 @@ class Prefixes:
 
         Full of committed tokens that the target has written: ``num_written`` counts just these.
         """
-        chain = self._chains.get(request)
-        if chain is None:
-            return
-        sequence = request.sequence
-        if (
-            sequence.num_written >= chain.next_written
-            or sequence.num_draft_written >= chain.next_drafted
-        ):
-            self._extend(chain, request)
+        self.publish_all((request,))
+
+    def publish_all(self, requests: Iterable[Request]) -> None:
+        """``publish`` each; a tight loop for the rows of a step, few of which have anything new."""
+        chains = self._chains
+        for request in requests:
+            chain = chains.get(request)
+            if chain is None:
+                continue
+            sequence = request.sequence
+            if (
+                sequence.num_written >= chain.next_written
+                or sequence.num_draft_written >= chain.next_drafted
+            ):
+                self._extend(chain, request)
 
     def release_left(self, request: Request, needs_draft: bool = True) -> None:
         """Give back the blocks that no later query of a running request sees; to be called after

@@ -66,7 +66,10 @@ class _Spans:
             self.unfinished.append((request, num_tokens))
             return
         drafts = proposal.tokens
-        self.tokens += token_ids[start:]
+        if pending == 1:
+            self.tokens.append(token_ids[start])
+        else:
+            self.tokens += token_ids[start:]
         self.tokens += drafts
         self.lengths.append(pending + len(drafts))
         self.num_logits.append(1 + len(drafts))
@@ -121,16 +124,20 @@ class Rows:
         self, scheduled: Mapping[Request, int], proposals: Mapping[Request, Proposal]
     ) -> Step:
         """The step of a plan: the pending tokens it schedules of each request, then its drafts."""
-        spans = _Spans()
-        for request in self._requests:
+        spans, table = _Spans(), self._table
+        num_columns = 1
+        for row, request in enumerate(self._requests):
             num_tokens = scheduled.get(request, 0)
             if num_tokens == 0:
                 spans.add_none()
                 continue
-            self._table.extend(request.row, request.sequence.block_ids)
+            num_blocks = len(request.sequence.block_ids)
+            if num_blocks > num_columns:
+                num_columns = num_blocks
+            if num_blocks != table.num_set[row]:
+                table.extend(row, request.sequence.block_ids)
             spans.add(request, num_tokens, proposals.get(request, NOTHING))
         starts_R = np.array(spans.starts)
-        num_columns = max(len(request.sequence.block_ids) for request in scheduled)
         batch = lay_out(
             spans.tokens,
             np.array(spans.lengths),
