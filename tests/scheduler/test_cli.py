@@ -36,13 +36,12 @@ def test_the_demo_says_that_outputs_are_identical(llm, capsys):
 def test_the_demo_notices_a_difference(llm, capsys, monkeypatch):
     """Teeth: a verifier that trusts its drafts must turn the verdict and the exit status."""
 
-    def trusting(logits_QV, sequences, drafts):
-        verified = honest(logits_QV, sequences, drafts)
-        pairs = zip(drafts, verified, strict=True)
-        return [[*row.tokens, 5] if row.tokens else tokens for row, tokens in pairs]
+    def trusting(self):
+        pairs = zip(self.drafts, honest(self), strict=True)
+        return [[*drafts, 5] if drafts else tokens for drafts, tokens in pairs]
 
-    honest = verify.verify_rows
-    monkeypatch.setattr("pagedraft.scheduler.engine.verify_rows", trusting)
+    honest = verify.Verification.read
+    monkeypatch.setattr(verify.Verification, "read", trusting)
     assert demo.run_demo(llm, max_tokens=12) == 1
     assert "identical output: no" in capsys.readouterr().out
 

@@ -123,14 +123,12 @@ def test_self_draft_is_always_accepted(load):
 @pytest.mark.usefixtures("cpu_path")
 def test_teeth_a_reused_noise_is_seen(load, expected, monkeypatch):
     """The comparison must notice a verifier that draws with another position's noise."""
-    from pagedraft.decoding import verify
 
-    draw = verify.draw
+    def shifted(logits_QV, sequences, drafts):
+        rows, positions, prefixes = draw.rows_of_logits(sequences, drafts)
+        return draw.draw(logits_QV, rows, [p + 1 for p in positions], prefixes)
 
-    def shifted(logits, rows, positions, prefixes):
-        return draw(logits, rows, [p + 1 for p in positions], prefixes)
-
-    monkeypatch.setattr(verify, "draw", shifted)
+    monkeypatch.setattr(verify, "draw_spans", shifted)
     llm = make_llm(load, "ngram", 3, torch.float32)
     prompts, params = random_prompts(VOCAB, LENGTHS), mixed_params(len(LENGTHS), MAX_TOKENS)
     assert run_together(llm, prompts, params).token_ids != expected(torch.float32)
@@ -139,10 +137,12 @@ def test_teeth_a_reused_noise_is_seen(load, expected, monkeypatch):
 @pytest.mark.usefixtures("cpu_path")
 def test_teeth_penalties_that_do_not_see_drafts_are_seen(load, expected, monkeypatch):
     """The comparison must notice a verifier whose rows all see the committed context only."""
-    from pagedraft.decoding import verify
 
-    draw = verify.draw
-    monkeypatch.setattr(verify, "draw", lambda *arguments: draw(*arguments[:3]))
+    def blind(logits_QV, sequences, drafts):
+        rows, positions, _ = draw.rows_of_logits(sequences, drafts)
+        return draw.draw(logits_QV, rows, positions)
+
+    monkeypatch.setattr(verify, "draw_spans", blind)
     llm = make_llm(load, "self", 3, torch.float32)
     prompts, params = random_prompts(VOCAB, LENGTHS), mixed_params(len(LENGTHS), MAX_TOKENS)
     assert run_together(llm, prompts, params).token_ids != expected(torch.float32)

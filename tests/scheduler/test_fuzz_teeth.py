@@ -12,7 +12,7 @@ from pagedraft.decoding import draw as draw_module
 from pagedraft.decoding import verify
 from pagedraft.model import prefix_cache
 from pagedraft.model.block_pool import BlockPool, IntegrityError
-from pagedraft.scheduler import engine, output
+from pagedraft.scheduler import launch, output
 from pagedraft.scheduler.prefix import Prefixes
 from pagedraft.tests.scheduler.fuzz import assert_all_events
 from pagedraft.tests.scheduler.fuzz_cases import Case, Row
@@ -24,20 +24,22 @@ pytestmark = pytest.mark.usefixtures("cpu_path")
 def noise_of_the_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row of a verification draws with the noise of its first position."""
 
-    def reused(logits_QV, sequences, positions, prefixes=None):
-        firsts = [sequence.num_tokens for sequence in sequences]
-        return draw_module.draw(logits_QV, sequences, firsts, prefixes)
+    def reused(logits_QV, sequences, drafts):
+        rows, _, prefixes = draw_module.rows_of_logits(sequences, drafts)
+        firsts = [sequence.num_tokens for sequence in rows]
+        return draw_module.draw(logits_QV, rows, firsts, prefixes)
 
-    monkeypatch.setattr(verify, "draw", reused)
+    monkeypatch.setattr(verify, "draw_spans", reused)
 
 
 def penalties_that_do_not_see_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row of a verification is penalised for the committed context only."""
 
-    def blind(logits_QV, sequences, positions, prefixes=None):
-        return draw_module.draw(logits_QV, sequences, positions)
+    def blind(logits_QV, sequences, drafts):
+        rows, positions, _ = draw_module.rows_of_logits(sequences, drafts)
+        return draw_module.draw(logits_QV, rows, positions)
 
-    monkeypatch.setattr(verify, "draw", blind)
+    monkeypatch.setattr(verify, "draw_spans", blind)
 
 
 def a_block_that_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +61,7 @@ def forks_without_their_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def logprobs_of_what_was_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities after a request's rules, not before."""
-    monkeypatch.setattr(engine, "raw_logits", lambda logits_QV, sampled, drafts: {})
+    monkeypatch.setattr(launch, "raw_logits", lambda logits_QV, sampled, drafts: {})
 
 
 def tokens_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_an_interrupt_before_the_copy_loses_no_sample(make, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("pagedraft.scheduler.engine.copy_blocks", interrupted)
+        patch.setattr("pagedraft.scheduler.launch.copy_blocks", interrupted)
         llm.engine.step()
         with pytest.raises(KeyboardInterrupt):
             llm.engine.step()
