@@ -23,18 +23,17 @@ HOST_PARTS = (PLAN, DRAFTS, BATCH, SAMPLING, DRAW, COMMIT, REST)
 # part of its caller, and at last of REST: statistics, callbacks, publishing, observers.
 PARTS: dict[str, str] = {
     "scheduler.engine:Engine._plan": PLAN,
-    "scheduler.engine:Engine._num_other_tokens": PLAN,
     "scheduler.speculation:Speculation.decide": DRAFTS,
     "scheduler.speculation:Speculation.propose": DRAFTS,
-    "scheduler.engine:Engine._forward": BATCH,
+    "scheduler.launch:Launcher.launch": BATCH,
     "bench.overhead_bed:FakeTarget.forward": MODEL,
-    "scheduler.engine:raw_logits": SAMPLING,
-    "scheduler.engine:verify_rows": SAMPLING,
+    "scheduler.launch:raw_logits": SAMPLING,
+    "scheduler.launch:start_verification": SAMPLING,
+    "scheduler.launch:Launched.read": SAMPLING,
     "kernels.sample:sample_cpu": DRAW,
     "kernels.verify:verify_cpu": DRAW,
-    "scheduler.engine:Engine._commit_rows": COMMIT,
+    "scheduler.committer:Committer.commit": COMMIT,
     "scheduler.speculation:Speculation.settle": REST,
-    "scheduler.engine:call_back": REST,
     "scheduler.engine:Engine._finish": REST,
 }
 
