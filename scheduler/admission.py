@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagedraft.model.block_pool import BlockPool
+from pagedraft.scheduler.pace import check_target
 from pagedraft.scheduler.plan import fits_pool
 from pagedraft.scheduler.request import Request
 from pagedraft.scheduler.window import Window
@@ -55,6 +56,8 @@ def _check_fields(request: Request) -> None:
         value = getattr(request, name)
         if value is not None and not isinstance(value, str):
             raise TypeError(f"{name}: expected a string or None, got {value!r}")
+    for name in ("ttft_ms", "itl_ms"):
+        check_target(name, getattr(request, name))
     parent = request.parent
     if parent is not None and request.cache_salt not in (None, parent.cache_salt):
         raise ValueError(

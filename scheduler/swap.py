@@ -133,6 +133,11 @@ class SwapSpace:
         sequence = request.sequence
         end = -(-sequence.num_written // self._block_size)
         first = next((i for i, b in enumerate(sequence.block_ids) if b != NULL_BLOCK), end)
+        if end > len(sequence.block_ids):
+            raise ValueError(
+                f"request {request.request_id!r}: expected {end} blocks for {sequence.num_written} "
+                f"written tokens, got {len(sequence.block_ids)}"
+            )
         num_bytes = (end - first) * self._block_bytes
         self.drop(request)
         if not 0 < num_bytes <= self.max_bytes:

@@ -48,12 +48,12 @@ class CopyTime:
         if self._weight == 0:
             return 0.0, 0.0
         spread = self._weight * self._blocks_squared - self._blocks**2
-        slope = 0.0
-        if spread > 1e-9 * self._blocks_squared:
-            slope = (self._weight * self._product - self._blocks * self._seconds) / spread
-        fixed = (self._seconds - slope * self._blocks) / self._weight
-        if slope <= 0:  # copies of one size, or noise: all of it by the block
+        if spread <= 1e-9 * self._weight * self._blocks_squared:  # copies of one size
             return 0.0, self._seconds / self._blocks
+        slope = (self._weight * self._product - self._blocks * self._seconds) / spread
+        fixed = (self._seconds - slope * self._blocks) / self._weight
+        if slope < 0:  # noise; if it is too hopeful of big copies, these will tell
+            return self._seconds / self._weight, 0.0
         return (fixed, slope) if fixed >= 0 else (0.0, self._product / self._blocks_squared)
 
     def seconds(self, num_blocks: int) -> float:
