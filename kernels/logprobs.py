@@ -225,7 +225,7 @@ def logprobs(logits_QV: torch.Tensor, tokens_Q: torch.Tensor, top_n: int = 0) ->
     )
     if num_rows == 0:
         return result
-    max_QS, sum_QS = chosen_Q.new_empty(2, num_rows, num_splits).unbind(0)
+    max_QS, sum_QS = (chosen_Q.new_empty(num_rows, num_splits) for _ in range(2))
     value_QSn = chosen_Q.new_empty(num_rows, num_splits, top_n)
     id_QSn = torch.empty_like(value_QSn, dtype=torch.int32)
     partials = (max_QS, sum_QS, value_QSn, id_QSn)

@@ -201,7 +201,8 @@ def truncate_triton(
     num_rows, num_columns = logits_QV.shape
     vocab_size = batch.num_tokens(num_columns)
     num_tiles = triton.cdiv(vocab_size, _TILE)
-    top_Q, cut_Q = torch.empty(2, num_rows, device=logits_QV.device).unbind(0)
+    # Of their own: the second half of one tensor would often be less aligned, and compiled anew.
+    top_Q, cut_Q = (torch.empty(num_rows, device=logits_QV.device) for _ in range(2))
     _truncate_kernel[(num_rows,)](
         logits_QV,
         batch.temperature_Q,

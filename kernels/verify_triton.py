@@ -47,7 +47,7 @@ _MINUS_INFINITY = tl.constexpr(0x007FFFFF)
 _INFINITY = tl.constexpr(0xFF800000)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def sums_kernel(
     logits_ptr,
     start_ptr,
@@ -100,7 +100,7 @@ def sums_kernel(
             tl.store(stat_ptr + 2 * num_splits, ordered_sum(q_v, LOG_V))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def overlap_kernel(
     logits_ptr,
     token_ptr,

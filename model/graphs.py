@@ -253,7 +253,7 @@ class GraphRunner:
         """Put a step's inputs where the graph reads them."""
         assert self._staging is not None
         with_table = self.table_RM is None
-        if batch.tokens_T.device == self.device and self.device.type != "cpu":
+        if batch.tokens_T.device.type == self.device.type != "cpu":
             fill_padded(recorded.inputs, batch, with_table=with_table)
             return
         sizes = self._sizes(recorded.shape)
