@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from pagedraft.decoding.controller import DraftController
-from pagedraft.decoding.drafters.base import Proposal
 from pagedraft.decoding.drafters.indexed import IndexedDrafter
 from pagedraft.decoding.drafters.suffix_automaton import SuffixAutomaton
 from pagedraft.decoding.params import SamplingParams
@@ -80,26 +79,20 @@ class FakeTarget:
         return logits_QV
 
 
-class EndIndex:
-    """A suffix automaton over what was appended, of the first call only the end.
+class EndIndex(SuffixAutomaton):
+    """A suffix automaton over a text, of what the first call brings only the end.
 
     A step's work does not depend on how long the index is; its memory and what it takes to build
     do.
     """
 
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self._automaton = SuffixAutomaton()
-
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append committed tokens."""
         tokens = list(token_ids)
-        self.num_tokens += len(tokens)
-        self._automaton.extend(tokens[-INDEXED_TOKENS:])
-
-    def propose(self, k: int) -> Proposal:
-        """At most ``k`` tokens that may follow."""
-        return self._automaton.propose(k)
+        if not self.tokens:
+            self.tokens += tokens[:-INDEXED_TOKENS]
+            tokens = tokens[-INDEXED_TOKENS:]
+        super().extend(tokens)
 
 
 class EndDrafter(IndexedDrafter):
@@ -206,7 +199,7 @@ class Bed:
                 self.engine.add(self._prepared.pop())
 
     def check(self) -> None:
-        """Raise RuntimeError unless every request says what the script says."""
+        """Raise RuntimeError unless every request says what the script says, drafts and all."""
         self.engine.check_integrity()
         for request in self.requests:
             sequence = request.sequence
@@ -216,6 +209,11 @@ class Bed:
                     f"{self.case.name}: {request.request_id} left the script "
                     f"({request.finish_reason}, {request.error})"
                 )
+        errors = [error for request in self.requests for error in request.stats.drafter_errors]
+        if errors or (self.accepted is None) != (self.case.k == 0):
+            raise RuntimeError(
+                f"{self.case.name}: expected drafts, accepted {self.accepted}: {errors[:1]}"
+            )
 
     @property
     def accepted(self) -> float | None:

@@ -11,12 +11,13 @@ import torch
 
 from pagedraft.bench import kv_waste, overhead, overhead_parts
 from pagedraft.bench.overhead import Result, context_ratios, measure
-from pagedraft.bench.overhead_bed import Bed, Case, FakeTarget, script
+from pagedraft.bench.overhead_bed import INDEXED_TOKENS, Bed, Case, EndIndex, FakeTarget, script
 from pagedraft.bench.overhead_parts import COMMIT, HOST_PARTS, MODEL, PARTS, PLAN, REST, Probes
+from pagedraft.decoding.drafters.suffix_automaton import SuffixAutomaton
 from pagedraft.scheduler import engine as engine_module
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
-TINY = Case(rows=3, context=24, k=2, block_size=8)
+TINY = Case(rows=3, context=96, k=2, block_size=8)
 
 
 class Clock:
@@ -84,7 +85,7 @@ def test_a_part_that_raises_is_counted(clock):
 
 def test_parts_add_up_to_the_step():
     with torch.inference_mode():
-        (result,) = measure([Case(rows=8, context=32, k=2, block_size=8)], 60, Probes())
+        (result,) = measure([Case(rows=8, context=96, k=2, block_size=8)], 60, Probes())
     assert len(result.host) == len(result.parts[PLAN]) == 30
     assert min(result.part(name) for name in HOST_PARTS) > 0
     assert result.part(*HOST_PARTS) == pytest.approx(sorted(result.host)[15], rel=0.5)
@@ -140,8 +141,33 @@ def test_an_output_off_the_script_is_caught():
         bed.step()
         bed.check()
         bed.target.script[bed.requests[1].num_tokens - 1] += 1
-        with pytest.raises(RuntimeError, match="3 rows, context 24, k=2: request-1 left the scr"):
+        with pytest.raises(RuntimeError, match="3 rows, context 96, k=2: request-1 left the scr"):
             bed.check()
+
+
+def test_a_drafter_that_fails_is_caught(monkeypatch):
+    """Teeth: without this, its rows would be those of plain decoding."""
+    monkeypatch.setattr(EndIndex, "propose", None)
+    with torch.inference_mode():
+        bed = Bed(TINY, 4)
+        bed.step()
+        with pytest.raises(RuntimeError, match="k=2: expected drafts, accepted None: ..Ty"):
+            bed.check()
+
+
+def test_the_index_of_an_end_proposes_what_the_whole_one_does():
+    tokens = script(3000).tolist()
+    whole, end = SuffixAutomaton(), EndIndex()
+    whole.extend(tokens[-INDEXED_TOKENS:])
+    end.extend(tokens)
+    assert end.tokens == tokens
+    proposed = []
+    for token in script(3100).tolist()[3000:]:
+        whole.extend([token])
+        end.extend([token])
+        assert end.propose(4) == whole.propose(4)
+        proposed += end.propose(4).tokens
+    assert proposed
 
 
 def test_turnover_keeps_the_rows_full():
@@ -177,7 +203,7 @@ def test_verdicts_and_ratios():
 
 
 def test_dry_run(tmp_path, capsys):
-    arguments = ["--rows", "2", "--contexts", "16", "40", "--k", "0", "2", "--steps", "6"]
+    arguments = ["--rows", "2", "--contexts", "96", "200", "--k", "0", "2", "--steps", "6"]
     arguments += ["--block-size", "8", "--out", str(tmp_path)]
     num_threads = torch.get_num_threads()
     assert overhead.main(arguments) == 0
@@ -188,10 +214,10 @@ def test_dry_run(tmp_path, capsys):
     assert [(row["context"], row["answer"], row["k"]) for row in document["rows"]] == [
         (context, answer, k)
         for k in (0, 2)
-        for context, answer in ((16, None), (40, None), (16, overhead.ANSWER))
+        for context, answer in ((96, None), (200, None), (96, overhead.ANSWER))
     ]
     assert set(document["context_ratios"]) == {"2 rows, k=0", "2 rows, k=2"}
-    assert "16 turnover" in printed
+    assert "96 turnover" in printed
 
 
 def test_profile(capsys):
