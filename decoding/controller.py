@@ -33,7 +33,8 @@ from pagedraft.decoding.choice import (
     unweighed,
 )
 from pagedraft.decoding.controller_report import ControllerReport
-from pagedraft.decoding.step_cost import NUM_FIRST, StepCost
+from pagedraft.decoding.cost_filter import NUM_FIRST
+from pagedraft.decoding.step_cost import StepCost
 
 MAX_DRAFTS = 16
 RATE_DECAY = 0.98  # a step: the rate is that of the last 50
