@@ -2,9 +2,9 @@
 
 Kernels first (each gated by a comparison with its reference), then a short sweep of attention
 (modelled only, without a CUDA device), then the engine against transformers on the demo model,
-its host time and the KV slots it wastes beside a fake model, draft lengths against plain decoding,
-and what quantised weights cost in quality; less than ten minutes. ``python -m
-pagedraft.bench.kernels --help`` has the options of one part.
+its host time and the KV slots it wastes beside a fake model, latency targets, draft lengths against
+plain decoding, and what quantised weights cost in quality. ``python -m pagedraft.bench.kernels
+--help`` has the options of one part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from pagedraft.bench import engine, kernels, kv_waste, overhead, quality, speculation
+from pagedraft.bench import engine, kernels, kv_waste, latency, overhead, quality, speculation
 
 PARTS: dict[str, Callable[[list[str]], int]] = {
     "kernels": kernels.main,
@@ -21,6 +21,7 @@ PARTS: dict[str, Callable[[list[str]], int]] = {
     "engine": engine.main,
     "overhead": overhead.main,
     "kv_waste": kv_waste.main,
+    "latency": latency.main,
     "speculation": speculation.main,
     "quality": quality.main,
 }
