@@ -9,7 +9,9 @@ tokens most of what they take here is overhead of that kind. Rows are greedy unl
 ``--temperature`` says otherwise. Contexts take turns, so that they see the same machine. In every
 other step the functions of the engine are wrapped to find the parts (overhead_parts.py); the
 totals are those of the steps between. Times are CPU time of the thread, with wall time beside.
-"loop" is what a fixed loop in plain Python took beside each step: how fast the machine was.
+"loop" is what a fixed loop in plain Python took beside each step: neighbours on the same cores slow
+both down. "quiet" is the host time at the speed of the fastest loop of the run, an estimate; limits
+are judged by what was measured.
 
 "turnover": answers of 200 tokens, so that requests end and start; elsewhere all rows decode,
 and enter new blocks as they go.
@@ -66,6 +68,11 @@ class Result:
     def part(self, *names: str) -> float:
         """Median of the steps' sums over these parts."""
         return median(map(sum, zip(*[self.parts[name] for name in names], strict=True)))
+
+    def quiet(self, fastest: float) -> float:
+        """Median of the host times, each scaled by its own loop to the ``fastest`` one's speed."""
+        pairs = zip(self.host, self.loop, strict=True)
+        return median(host * fastest / loop for host, loop in pairs)
 
     @property
     def verdict(self) -> str:
@@ -154,8 +161,8 @@ def profiled(options: argparse.Namespace) -> list[Case]:
     ]
 
 
-def cells(result: Result) -> list[str]:
-    """One line of the table."""
+def cells(result: Result, fastest: float) -> list[str]:
+    """One line of the table. fastest: the shortest loop of the run, in microseconds."""
     case = result.case
     low, middle, high = _percentiles(result.host)
     return [
@@ -167,6 +174,7 @@ def cells(result: Result) -> list[str]:
         f"{median(result.loop):.0f}",
         *[f"{result.part(name):.0f}" for name in HOST_PARTS],
         f"{result.part(PLAN, COMMIT):.0f}",
+        f"{result.quiet(fastest):.0f}",
         "-" if result.accepted is None else f"{result.accepted:.2f}",
         result.verdict,
     ]
@@ -188,9 +196,10 @@ def context_ratios(results: Sequence[Result]) -> dict[str, float]:
 def show(results: Sequence[Result]) -> None:
     """Print the table, the ratios of contexts, and what was aimed at."""
     headers = ["rows", "context", "k", "host", "wall", "loop", *HOST_PARTS, "plan+commit"]
-    headers += ["accepted", "verdict"]
+    headers += ["quiet", "accepted", "verdict"]
+    fastest = min(min(result.loop) for result in results)
     title = "Host time of a step, us, median [p20 p80]"
-    print_table(title, headers, [cells(result) for result in results])
+    print_table(title, headers, [cells(result, fastest) for result in results])
     ratios = context_ratios(results)
     rows = [
         [name, f"{ratio:.2f}", "pass" if ratio <= CONTEXT_LIMIT else "fail"]
@@ -251,6 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
             results += measure(group, steps, probes)
     show(results)
     document = {"bench": "overhead", **facts, "block_size": options.block_size}
+    document["fastest_loop_us"] = min(min(result.loop) for result in results)
     document["rows"] = [result.document() for result in results]
     document["context_ratios"] = context_ratios(results)
     folder = Path(options.out) if options.out else results_folder(torch.device("cpu"))
