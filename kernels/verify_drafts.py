@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagedraft.kernels.check import check_contiguous, check_dtype, check_same_device, check_shape
+from pagedraft.kernels.check import check_dtype, check_same_device, check_shape, check_vector
 from pagedraft.kernels.philox import (
     ACCEPT,
     DRAFT,
@@ -111,10 +111,8 @@ def check_drafts(logits_QV: torch.Tensor, drafts: Drafts) -> None:
         raise ValueError("starts_R1: expected R + 1 prefix sums, got an empty tensor")
     for name, vector in vectors.items():
         if vector is not None:
-            check_dtype(name, vector, dtypes.get(name, torch.int64))
             size = None if name in ("tokens_K", "starts_R1") else drafts.num_rows
-            check_shape(name, vector, (size,))
-            check_contiguous(name, vector)
+            check_vector(name, vector, dtypes.get(name, torch.int64), size)
     if logits_QV.shape[0] < drafts.num_rows:
         raise ValueError(
             f"logits_QV: expected at least a row of logits for each of {drafts.num_rows} rows, got "
