@@ -206,12 +206,15 @@ class FakeEngine:
         else:
             accepted = next((i for i in range(len(drafts)) if self.rng.random() < 0.4), len(drafts))
             sequence.append([*drafts[:accepted], self.rng.randint(0, 1)])
-            self.waiting.charge(request.tenant, accepted + 1)
+            self.charge(request, accepted + 1)
         if self.prefixes is not None:
             self.prefixes.publish(request)
             self.prefixes.check_integrity()
         if request.num_tokens >= request.num_final:
             self.finish(request)
+
+    def charge(self, request: FakeRequest, num_tokens: int) -> None:
+        self.waiting.charge(request.tenant, num_tokens)
 
     def draft(self, sequence: Sequence, drafts: list[int]) -> None:
         """The draft model catches up: wholly where it drafts, else now and then, a little."""

@@ -35,7 +35,7 @@ def check_plan(
     spans = plan.scheduled
     check_blocks(engine.live, plan, engine.pool)
     assert all(span >= 1 for span in spans.values())
-    assert sum(spans.values()) <= engine.budget
+    assert sum(spans.values()) <= engine.budget, "more than the token budget"
     assert len(engine.running) <= engine.max_rows
     assert set(spans) <= set(engine.running)
     assert not any(request.block_ids or request.num_written for request in engine.waiting)
@@ -73,7 +73,7 @@ def check_prompts(
     budget = engine.budget if prompt_budget is None else max(1, prompt_budget)
     prompts = [r for r in plan.scheduled if r.sequence.num_pending > 1 or r in plan.admitted]
     num_prompt = sum(plan.scheduled[request] for request in prompts)
-    assert num_prompt <= budget
+    assert num_prompt <= budget, "more than the prompt budget"
     if has_urgent:
         return
     if all(request.tenant is None for request in plan.admitted):

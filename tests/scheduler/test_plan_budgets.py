@@ -192,10 +192,15 @@ def test_the_token_of_a_preempted_row_goes_to_drafts() -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_tight_loop_plans_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As serving in turn, which is the rule."""
-    fast = [describe(plan) for plan in run_to_the_end(make_engine(seed, seed % 3 == 0), 5)]
+
+    def run() -> list[dict]:
+        engine = make_engine(seed, seed % 3 == 0)
+        budget = [None, 1, 4, 9][seed % 4]
+        return [describe(plan) for plan in run_to_the_end(engine, 5, prompt_budget=budget)]
+
+    fast = run()
     monkeypatch.setattr(plan_module, "_serve_all", lambda *_: False)
-    slow = [describe(plan) for plan in run_to_the_end(make_engine(seed, seed % 3 == 0), 5)]
-    assert fast == slow
+    assert fast == run()
 
 
 class CountingPrefixes(Prefixes):

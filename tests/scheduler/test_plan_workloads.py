@@ -60,7 +60,7 @@ def make_request(
 
 
 def run_to_the_end(
-    engine: FakeEngine, max_k: int, abort_rate: float = 0.0
+    engine: FakeEngine, max_k: int, abort_rate: float = 0.0, prompt_budget: int | None = None
 ) -> Iterator[StepPlan[FakeRequest]]:
     """Step until all is done; requests arrive over time, each wants its own k each step."""
     rng = engine.rng
@@ -71,7 +71,7 @@ def run_to_the_end(
             room = request.num_final - request.num_tokens - 1
             request.num_drafts = min(rng.randint(0, max_k), room)
         if engine.live:
-            yield engine.step()
+            yield engine.step(prompt_budget)
         if engine.live and rng.random() < abort_rate:
             engine.finish(rng.choice(engine.live))
 

@@ -83,16 +83,16 @@ def run_at_random(seed: int, num_steps: int = 60) -> None:
     for _ in range(num_steps):
         index = rng.randrange(1000)
         costs = [rng.choice([None, 0, 3, 9, 30]) for _ in range(rng.randrange(6))]
-        step = rng.choice(
+        step, given = rng.choice(
             [
-                lambda: machine.submit(rng.choice([None, "a", "b", "c"]), rng.randrange(4)),
-                lambda costs=costs: machine.walk(costs),
-                lambda index=index: machine.emit(index, rng.randint(1, 20)),
-                lambda index=index: machine.preempt(index),
-                lambda index=index: machine.abort(index),
+                (machine.submit, (rng.choice([None, "a", "b", "c"]), rng.randrange(4))),
+                (machine.walk, (costs,)),
+                (machine.emit, (index, rng.randint(1, 20))),
+                (machine.preempt, (index,)),
+                (machine.abort, (index,)),
             ]
         )
-        step()
+        step(*given)
         machine.same()
 
 
