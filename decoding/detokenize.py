@@ -130,6 +130,15 @@ class OutputText:
         self._is_finished = True
         return match.stop
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were pushed."""
+        return len(self._token_ids)
+
+    def emptied(self) -> OutputText:
+        """One like this, without tokens."""
+        return OutputText(self._tokenizer, self._stop, self._include_stop, self._min_tokens)
+
     def finish(self) -> None:
         """No token follows: all text may be shown."""
         self._is_finished = True

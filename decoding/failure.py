@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+# They end the program. Whatever else such code raises, a panic in native code among it, which is no
+# Exception, is its own failure.
+INTERRUPTS = (KeyboardInterrupt, SystemExit)
+
 
 def describe(error: BaseException) -> str:
     """``Type: message``; the type alone where the error cannot even say what it is."""
     name = type(error).__name__
     try:
         return f"{name}: {error}"
-    except Exception:
+    except INTERRUPTS:
+        raise
+    except BaseException:
         return name

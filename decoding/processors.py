@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from pagedraft.decoding.failure import describe
+from pagedraft.decoding.failure import INTERRUPTS, describe
 from pagedraft.decoding.params import LogitsProcessor
 from pagedraft.decoding.sequence import Sequence
 
@@ -52,19 +52,31 @@ class _Failure(Exception):
 
 def _run(processor: LogitsProcessor, output_ids: list[int], logits_V: torch.Tensor) -> torch.Tensor:
     """Return what ``processor`` makes of the logits, or raise _Failure."""
-    name = getattr(processor, "__qualname__", type(processor).__qualname__)
     had_token = _has_token(logits_V)
     wanted = _describe(logits_V)
+    name = type(processor).__qualname__
     try:
+        name = getattr(processor, "__qualname__", name)
         out_V = processor(output_ids, logits_V)
         got = _describe(out_V)
-    except Exception as error:  # may be of any kind
+        if got == wanted:
+            out_V = _plain(out_V)
+    except INTERRUPTS:
+        raise
+    except BaseException as error:  # may be of any kind
         raise _Failure(f"{name} raised {describe(error)}") from error
     if got != wanted:
         raise _Failure(f"{name} expected to return {wanted}, got {got}")
     if had_token and not _has_token(out_V):
         raise _Failure(f"{name} left no token to draw: NaN, or -inf alone")
-    return out_V.detach()
+    return out_V
+
+
+def _plain(out_V: torch.Tensor) -> torch.Tensor:
+    """Values alone: no gradient, and no subclass that runs code of its own later."""
+    if type(out_V) is torch.Tensor:
+        return out_V.detach()
+    return torch.empty(out_V.shape, dtype=out_V.dtype, device=out_V.device).copy_(out_V.detach())
 
 
 def _has_token(logits_V: torch.Tensor) -> bool:

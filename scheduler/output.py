@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pagedraft.decoding.commit import commit
 from pagedraft.decoding.detokenize import OutputText
-from pagedraft.decoding.failure import describe
+from pagedraft.decoding.failure import INTERRUPTS, describe
 from pagedraft.scheduler.request import FinishReason, Request
 
 
@@ -31,7 +31,7 @@ def keep(request: Request, tokens: list[int]) -> Kept:
     valid = [token for token in tokens if token >= 0]
     kept: list[int] = []
     if valid:
-        text = None if request.output_text is None else _Text(request.output_text)
+        text = None if request.output_text is None else _Text(_output_text(request))
         try:
             result = commit(
                 valid,
@@ -56,6 +56,17 @@ def keep(request: Request, tokens: list[int]) -> Kept:
     return Kept(kept, "error", error=error)
 
 
+def _output_text(request: Request) -> OutputText:
+    """The text of the tokens that the request has, also after a step that was interrupted."""
+    text = request.output_text
+    assert text is not None
+    if text.num_tokens != request.num_output:
+        text = request.output_text = text.emptied()
+        for token in request.sequence.output_ids:
+            text.push(token)
+    return text
+
+
 class _TextFailure(Exception):
     """The tokenizer made no text of a token, and why."""
 
@@ -71,9 +82,9 @@ class _Text:
         """As ``OutputText.push``; raises _TextFailure for whatever the tokenizer raises."""
         try:
             stop = self._output_text.push(token)
-        except (KeyboardInterrupt, SystemExit):
+        except INTERRUPTS:
             raise
-        except BaseException as error:  # a panic in a tokenizer's native code is no Exception
+        except BaseException as error:  # may be of any kind
             raise _TextFailure(f"text of token {token}: {describe(error)}") from error
         self.num_pushed += 1
         return stop
@@ -84,8 +95,10 @@ def call_back(request: Request, tokens: list[int]) -> str | None:
     if request.on_tokens is None:
         return None
     try:
-        request.on_tokens(tokens)
-    except Exception as error:  # the submitter's code, which may fail in any way
+        request.on_tokens(list(tokens))  # the submitter's to change
+    except INTERRUPTS:
+        raise
+    except BaseException as error:  # may be of any kind
         return f"on_tokens: {describe(error)}"
     return None
 

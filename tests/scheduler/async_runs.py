@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 from pagedraft.decoding.params import SamplingParams
@@ -15,6 +15,7 @@ from pagedraft.scheduler.llm import LLM, Completion
 
 T = TypeVar("T")
 SECONDS = 30.0
+OTHER = SamplingParams(max_tokens=6, temperature=0.8, seed=4, ignore_eos=True)
 
 
 def run(coroutine: Coroutine[Any, Any, T], seconds: float = SECONDS) -> T:
@@ -113,3 +114,29 @@ def check_all_returned(llm: LLM) -> None:
     llm.engine.check_integrity()
     assert not llm.engine.has_work
     assert llm.engine.pool.num_free == llm.engine.pool.num_usable
+
+
+def run_beside_another(llm: LLM, prompt: Any, params: SamplingParams, **options) -> Completion:
+    """The completion of a request; another one beside it must be what it is alone."""
+    [alone] = llm.generate([[9, 8]], OTHER)
+    request = llm.submit(prompt, params, **options)
+    other = llm.submit([9, 8], OTHER)
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    check_all_returned(llm)
+    assert outcome(llm.completion(other)) == outcome(alone)
+    return llm.completion(request)
+
+
+class Panic(BaseException):
+    """What native code raises that panics."""
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    """A function of any arguments that raises."""
+
+    def function(*args: Any) -> Any:
+        raise error
+
+    return function
