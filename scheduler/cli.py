@@ -1,4 +1,4 @@
-"""The command line: ``pagedraft demo``, ``generate``, ``diff`` and ``estimate``."""
+"""The command line: ``pagedraft demo``, ``generate``, ``diff``, ``estimate`` and ``replay``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from pagedraft.decoding.detokenize import OutputText
 from pagedraft.decoding.load import encode
@@ -15,6 +16,7 @@ from pagedraft.scheduler.demo import run_demo
 from pagedraft.scheduler.diff import add_diff_command
 from pagedraft.scheduler.estimate import add_estimate_command
 from pagedraft.scheduler.llm import LLM
+from pagedraft.scheduler.replay import add_replay_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(command=_generate)
     add_diff_command(commands)
     add_estimate_command(commands)
+    add_replay_command(commands)
     return parser
 
 
@@ -94,6 +97,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-tokens", type=int, default=None, help="capacity of the KV pool (from free memory)"
     )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        default=None,
+        help="write all steps there, for ui.perfetto.dev and for replay",
+    )
 
 
 def _draft_length(text: str) -> int | str:
@@ -103,8 +112,9 @@ def _draft_length(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"expected auto or an integer, got {text!r}") from None
 
 
-def _load(args: argparse.Namespace) -> LLM:
-    return LLM(
+@contextmanager
+def _loaded(args: argparse.Namespace) -> Iterator[LLM]:
+    llm = LLM(
         args.model,
         args.draft,
         speculate=args.speculate,
@@ -114,12 +124,19 @@ def _load(args: argparse.Namespace) -> LLM:
         kv_dtype=args.kv_dtype,
         device=args.device,
         kv_tokens=args.kv_tokens,
+        trace=args.trace,
     )
+    try:
+        yield llm
+    finally:
+        if llm.trace is not None:
+            llm.trace.close()
 
 
 def _demo(args: argparse.Namespace) -> int:
     print(f"Loading {args.model} ...", flush=True)
-    return run_demo(_load(args), args.max_tokens)
+    with _loaded(args) as llm:
+        return run_demo(llm, args.max_tokens)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -135,7 +152,13 @@ def _generate(args: argparse.Namespace) -> int:
         accept=args.accept,
         seed=args.seed,
     )
-    llm = _load(args)
+    with _loaded(args) as llm:
+        _answer(args, llm, prompt, params)
+    return 0
+
+
+def _answer(args: argparse.Namespace, llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """Print the answer as it comes."""
     if llm.tokenizer is None:
         raise ValueError(f"--model: {args.model!r} has no tokenizer, so it cannot read text")
     has_template = llm.tokenizer.chat_template is not None
@@ -158,4 +181,3 @@ def _generate(args: argparse.Namespace) -> int:
         f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.1f} tok/s",
         file=sys.stderr,
     )
-    return 0

@@ -204,7 +204,7 @@ class Trace:
         return events
 
     def _end(self, request: Request, when: float) -> str:
-        end = {"reason": request.finish_reason, "tokens": request.num_output}
+        end: dict[str, Any] = {"reason": request.finish_reason, "tokens": request.num_output}
         end |= {} if request.error is None else {"error": request.error}
         return self._file.instant(_track(request), "end", when, end)
 

@@ -127,5 +127,5 @@ def _plain(value: Any) -> Any:
 
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
-        return f"{device}: {torch.cuda.getdevice_name(device)}"
+        return f"{device}: {torch.cuda.get_device_name(device)}"
     return str(device)
