@@ -105,13 +105,14 @@ def sample_cpu(logits_QV: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
     first_Q = first_largest(logits, largest_QC)
     tokens_Q = np.where(top_Q > -np.inf, first_Q, INVALID_TOKEN)
     is_sampled_Q = is_sampled(batch).numpy()
-    with np.errstate(over="ignore", invalid="ignore"):  # a quotient that overflows is infinite
-        _take_infinite(tokens_Q, logits, is_sampled_Q & (top_Q == np.inf), batch)
-        row_S = (is_sampled_Q & np.isfinite(top_Q)).nonzero()[0]
-        if len(row_S) > 0:
-            rows = _sampled_rows(edited_QV, batch, row_S, largest_QC)
-            drawn_S, score_S = draw(logits, largest_QC[row_S], first_Q[row_S], rows)
-            tokens_Q[row_S] = np.where(score_S == -np.inf, INVALID_TOKEN, drawn_S)
+    if is_sampled_Q.any():
+        with np.errstate(over="ignore", invalid="ignore"):  # a quotient may overflow: infinite
+            _take_infinite(tokens_Q, logits, is_sampled_Q & (top_Q == np.inf), batch)
+            row_S = (is_sampled_Q & np.isfinite(top_Q)).nonzero()[0]
+            if len(row_S) > 0:
+                rows = _sampled_rows(edited_QV, batch, row_S, largest_QC)
+                drawn_S, score_S = draw(logits, largest_QC[row_S], first_Q[row_S], rows)
+                tokens_Q[row_S] = np.where(score_S == -np.inf, INVALID_TOKEN, drawn_S)
     return torch.from_numpy(tokens_Q)
 
 
