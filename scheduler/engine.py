@@ -19,6 +19,7 @@ from pagedraft.decoding.params import check_int
 from pagedraft.model.block_pool import BlockPool
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
+from pagedraft.scheduler.accounts import account
 from pagedraft.scheduler.admission import check_request
 from pagedraft.scheduler.committer import Committer
 from pagedraft.scheduler.launch import Launched, Launcher
@@ -34,6 +35,7 @@ from pagedraft.scheduler.roster import Roster
 from pagedraft.scheduler.rows import Rows, Step
 from pagedraft.scheduler.speculation import Speculation
 from pagedraft.scheduler.step_limit import StepLimit, free_device_memory, is_out_of_memory
+from pagedraft.scheduler.swap import SwapSpace
 from pagedraft.scheduler.waiting import WaitingQueue
 
 
@@ -45,9 +47,12 @@ class Engine:
         are needed.
     token_budget: most tokens a step feeds; max_rows: most requests a step runs; chunk_tokens: most
     prompt tokens one request feeds in a step (None: the budget).
+    swap_bytes: host memory for the KV of preempted requests, where copying is faster than computing
+        it again (swap.py); 0: none.
     overlap: run callbacks and observers of a step while the next one is on the device; None: on a
         GPU. Where the device is the CPU nothing is gained, and tokens would be told a step late.
     observers: told of submissions, aborts, preemptions and steps (observer.py).
+    num_steps: steps that are done.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Engine:
         max_rows: int = 64,
         chunk_tokens: int | None = None,
         prefix_cache: bool = True,
+        swap_bytes: int = 0,
         overlap: bool | None = None,
         observers: Seq[Observer] = (),
     ) -> None:
@@ -72,7 +78,9 @@ class Engine:
         self.caches = list(caches)
         self.cache = self.caches[0]
         self.pool = BlockPool(self.cache.num_blocks, self.cache.block_size)
-        self.prefixes = Prefixes(self.pool, prefix_cache)
+        check_int("swap_bytes", swap_bytes, 0)
+        swap = SwapSpace(self.caches, swap_bytes) if swap_bytes else None
+        self.prefixes = Prefixes(self.pool, prefix_cache, swap=swap)
         self.speculation = Speculation(
             drafters, controller or DraftController(), target.config.vocab_size, target.device
         )
@@ -96,7 +104,7 @@ class Engine:
             lambda: self.speculation, self.waiting, self.outbox, self._finish
         )
         self._limit = StepLimit()
-        self._num_steps = 0
+        self.num_steps = 0
         self._is_stepping = False
 
     @property
@@ -113,11 +121,6 @@ class Engine:
     def observers(self) -> list[Observer]:
         """Told of submissions, aborts, preemptions and steps."""
         return self.outbox.observers
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that are done."""
-        return self._num_steps
 
     @property
     def has_work(self) -> bool:
@@ -175,7 +178,7 @@ class Engine:
         self.prefixes.check_integrity()
 
     def _step(self) -> list[Request]:
-        record = StepRecord(self._num_steps, time.perf_counter())
+        record = StepRecord(self.num_steps, time.perf_counter())
         plan = self._plan(record)
         if not plan.scheduled:
             self.outbox.send()
@@ -191,7 +194,7 @@ class Engine:
             self._make_room(plan, error)
             return []
         self._committer.commit(launched, verified, record)
-        self._end_step(launched.step, plan, record)
+        self._end_step(launched.step, record)
         if not (self.overlap and self.has_work):
             self.outbox.send()
         return launched.step.sampled
@@ -266,32 +269,15 @@ class Engine:
         for request in self.running[self._limit.cap(num_fed) :]:
             self._retire(request, save=False)
 
-    def _end_step(self, step: Step, plan: StepPlan[Request], record: StepRecord) -> None:
-        """Publish what has been computed, and feed the step to statistics and models of cost."""
-        running = self._roster.running
+    def _end_step(self, step: Step, record: StepRecord) -> None:
+        """Publish what has been computed, give back what no query sees again, and learn."""
         if self._roster.prompts:
             for request in step.sampled:
                 self._roster.prompts.pop(request, None)
-        self.prefixes.publish_all(running)
-        if self.prefixes.window.num_tokens is not None:
-            for request in running:
-                self.prefixes.release_left(request, bool(request.drafters))
-        record.finished = time.perf_counter()
-        seconds = record.finished - record.began
-        num_fed = step.batch.num_tokens
-        num_kept = sum(map(len, record.emitted.values()))
-        self.speculation.record_step(plan.scheduled, record.drafts, num_fed, num_kept, seconds)
-        self.pace.record(plan.scheduled, seconds)
+        self.prefixes.settle(self.running)
+        account(self, step, record)
         self._limit.note_step(self.token_budget)
-        self._num_steps += 1
-        used = owned = 0
-        for request in running:
-            sequence = request.sequence
-            used += sequence.num_written
-            owned += len(sequence.block_ids)
-        self.stats.record(seconds, num_fed, num_kept, used, owned * self.pool.block_size)
-        record.num_waiting, record.num_running = len(self.waiting), len(running)
-        record.num_free, record.num_evictable = self.pool.num_free, self.pool.num_evictable
+        self.num_steps += 1
         self.outbox.close(record)
 
     def _fail(self, request: Request, error: str) -> None:

@@ -67,6 +67,7 @@ class LLM:
     kv_dtype: of the KV pools: "int8", "fp8", or "auto", the dtype of the activations.
     kv_tokens: capacity of the KV pool in tokens; None sizes it from free memory.
     prefix_cache: keep KV of ended requests for prompts that begin the same.
+    swap_bytes: host memory for KV of preempted requests (scheduler/swap.py); 0: it is recomputed.
     seed: where the noise of requests without a seed comes from.
     trace: a file for what the engine does (trace.py), which Perfetto shows and ``replay`` runs
         again; ``llm.trace.close()`` writes its end.
@@ -92,6 +93,7 @@ class LLM:
         token_budget: int = 512,
         chunk_tokens: int | None = None,
         prefix_cache: bool = True,
+        swap_bytes: int = 0,
         trace: str | Path | None = None,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "trace")}
@@ -127,6 +129,7 @@ class LLM:
             token_budget=token_budget,
             chunk_tokens=chunk_tokens,
             prefix_cache=prefix_cache,
+            swap_bytes=swap_bytes,
         )
         if self.trace is not None:
             self.trace.begin(self.engine, options)
