@@ -9,8 +9,8 @@ nobody starves: of the requests that arrive after one of priority p, at most
 and is in *turn* ``served // quantum``: those in the earliest turn are served, one tenant after the
 other, each until its account reaches the next turn. So when a request is admitted, its tenant is
 ahead of any other that has a request to start by less than ``quantum`` tokens. Tokens are known
-only when they are served, so an account can overshoot its turn, by the pending tokens of the last
-request and by the output of those that run; the tenant then waits until the others have caught up.
+only when they are served (pending ones at admission, after a preemption once more; output when it
+comes), so an account can overshoot its turn; the tenant then waits until the others have caught up.
 A tenant of whom nobody waits keeps no credit: it comes back in the earliest turn of those who wait.
 It keeps its debt, but when nobody at all waits there is nothing to share, and all accounts end;
 nor is anything counted for a tenant that is alone.
