@@ -13,7 +13,8 @@ only when they are served (pending ones at admission, after a preemption once mo
 comes), so an account can overshoot its turn; the tenant then waits until the others have caught up.
 A tenant of whom nobody waits keeps no credit: it comes back in the earliest turn of those who wait.
 It keeps its debt, but when nobody at all waits there is nothing to share, and all accounts end;
-nor is anything counted for a tenant that is alone.
+nor is anything counted for a tenant that is alone. Urgent requests come first whoever's they are;
+their tenants pay for them all the same.
 
 Priorities order the requests of a tenant, not tenants. Requests without a tenant are one tenant's;
 without others the queue is plain: rank, then arrival.
