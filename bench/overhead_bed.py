@@ -88,11 +88,11 @@ class EndIndex(SuffixAutomaton):
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append committed tokens."""
-        tokens = list(token_ids)
         if not self.tokens:
+            tokens = list(token_ids)
             self.tokens += tokens[:-INDEXED_TOKENS]
-            tokens = tokens[-INDEXED_TOKENS:]
-        super().extend(tokens)
+            token_ids = tokens[-INDEXED_TOKENS:]
+        super().extend(token_ids)
 
 
 class EndDrafter(IndexedDrafter):
