@@ -25,7 +25,7 @@ from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.padding import StepShape
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.warm_draws import Job, draft_jobs, target_jobs
-from pagedraft.scheduler.warm_steps import Limits, kernel_steps, small_steps
+from pagedraft.scheduler.warm_steps import Limits, WarmStep, kernel_steps, small_steps
 
 if TYPE_CHECKING:
     from pagedraft.scheduler.engine import Engine
@@ -76,8 +76,7 @@ def warm_up(
         )
     device = engine.target.device
     compiled = num_compiled_kernels()
-    steps = [job for model in models_of(engine) for job in _model_jobs(*model)]
-    draws = list(_draw_jobs(engine))
+    steps, draws = jobs_of(engine)
     counter = _Counter(len(steps) + len(draws) + sum(len(r.shapes) for r in runners), progress)
     seconds = {"steps": counter.run(steps, device), "draws": counter.run(draws, device)}
     began = time.perf_counter()
@@ -92,6 +91,12 @@ def warm_up(
         num_graphs=sum(len(runner.captured) for runner in runners),
         failed_graphs=[shape for runner in runners for shape in runner.failed],
     )
+
+
+def jobs_of(engine: Engine) -> tuple[list[Job], list[Job]]:
+    """The passes and the draws of a warm-up, each with its name; they can run in any order."""
+    steps = [job for model in models_of(engine) for job in _model_jobs(*model)]
+    return steps, list(_draw_jobs(engine))
 
 
 class _Counter:
@@ -136,13 +141,14 @@ def _model_jobs(model: Transformer, cache: KVCache, limits: Limits) -> Iterator[
     device, block_size = model.device, cache.block_size
     if runs_kernels(device):
         steps = kernel_steps(limits, AttentionChoices(model, cache))
-        batches = [(step, step.batch(block_size, device)) for step in steps]
     else:
-        batches = [
-            (step, step.batch(block_size, device, spans)) for step, spans in small_steps(limits)
-        ]
-    for step, batch in batches:
-        yield f"pass: {step.shape}", lambda batch=batch: model.forward(batch, cache)
+        steps = small_steps(limits)
+    for step in steps:
+
+        def run(step: WarmStep = step) -> object:
+            return model.forward(step.batch(block_size, device), cache)
+
+        yield f"pass: {step.shape}", run
 
 
 def _draw_jobs(engine: Engine) -> Iterator[Job]:

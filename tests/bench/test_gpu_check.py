@@ -25,7 +25,7 @@ from pagedraft.kernels.weight_quant import WEIGHT_FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-PARTS = ("tests", "rows", "engine", "attention", "bench")
+PARTS = ("tests", "rows", "engine", "warm", "attention", "bench")
 
 
 @pytest.fixture(scope="module")

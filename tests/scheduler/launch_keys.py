@@ -23,7 +23,6 @@ from triton.runtime.jit import JITFunction
 from pagedraft.bench.inspect_inputs import Setup, meta_weights
 from pagedraft.bench.record import Call, bind_launch
 from pagedraft.bench.shapes import CONFIGS
-from pagedraft.decoding.params import SamplingParams
 from pagedraft.kernels import paged_attention_launch
 from pagedraft.kernels.dispatch import use_implementation
 from pagedraft.kernels.weight_quant import QuantWeight
@@ -33,6 +32,7 @@ from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler import warm_up as warm_up_module
 from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.warm_up import warm_up
+from pagedraft.tests.scheduler.random_load import run_load
 
 TARGET = GPUTarget("cuda", 90, 32)
 CHOOSE = random.Random(0)
@@ -101,49 +101,6 @@ def keys_caught() -> Iterator[Keys]:
             yield keys
     finally:
         JITFunction.run = original
-
-
-def random_params(num_tokens: int) -> SamplingParams:
-    """Any rules, alone and together."""
-
-    def maybe(value: Any, otherwise: Any = None) -> Any:
-        return value if CHOOSE.random() < 0.3 else otherwise
-
-    return SamplingParams(
-        max_tokens=num_tokens,
-        min_tokens=maybe(min(3, num_tokens), 0),
-        temperature=CHOOSE.choice([0.0, 0.7, 1.0]),
-        top_k=maybe(5),
-        top_p=maybe(0.9),
-        min_p=maybe(0.1),
-        repetition_penalty=maybe(1.2),
-        frequency_penalty=maybe(0.5, 0.0),
-        logit_bias=maybe({5: 1.0, 6: -1.0}),
-        stop_token_ids=(4,),
-        logprobs=maybe(CHOOSE.choice([0, 1, 5])),
-        n=maybe(CHOOSE.randint(2, 3), 1),
-        speculate=CHOOSE.random() < 0.8,
-        k=maybe(CHOOSE.randint(0, 12)),
-        accept=CHOOSE.choice(["match", "match", "rejection", "block"]),
-        ignore_eos=True,
-    )
-
-
-def run_load(llm: LLM, num_requests: int, seconds: float = 60.0) -> None:
-    """Requests of random lengths and rules that come while others run; some are preempted."""
-    stems = [[CHOOSE.randrange(3, 90) for _ in range(length)] for length in (700, 300, 4400)]
-    waiting, until = num_requests, time.monotonic() + seconds
-    while (waiting or llm.engine.has_work) and time.monotonic() < until:
-        for _ in range(min(waiting, CHOOSE.choice([0, 0, 1, 3]))):
-            waiting -= 1
-            stem = CHOOSE.choice([*stems[:2], *stems, [], [], []])
-            tail = [CHOOSE.randrange(3, 90) for _ in range(CHOOSE.choice([1, 2, 9, 40, 130]))]
-            prompt = (stem + tail)[: MAX_POSITIONS - 60]
-            llm.submit_all(prompt, random_params(CHOOSE.choice([1, 2, 9, 30])))
-        if llm.engine.running and CHOOSE.random() < 0.02:
-            llm.engine.preempt(CHOOSE.choice(llm.engine.running))
-        llm.engine.step()
-    llm.engine.abort_all()
 
 
 def _plain() -> LLM:
@@ -223,7 +180,7 @@ def compare(name: str) -> dict[str, Any]:
         report = warm_up(llm.engine)
     seconds = time.perf_counter() - began
     with keys_caught() as load:
-        run_load(llm, num_requests)
+        run_load(llm, num_requests, CHOOSE)
     with keys_caught() as graphs:
         capture_graphs(llm)
     return {
@@ -251,7 +208,7 @@ def teeth() -> list[str]:
         llm = _plain()
         warm_up(llm.engine)
     with keys_caught() as load:
-        run_load(llm, 10)
+        run_load(llm, 10, CHOOSE)
     for name, value in saved.items():
         setattr(warm_up_module, name, value)
     return missing(warm, load)
