@@ -1,4 +1,4 @@
-"""Traces: what viewers need of them, and that a trace harms nobody, whatever happens to its file."""
+"""Traces: what viewers need of them, and that one harms nobody, whatever happens to its file."""
 
 from __future__ import annotations
 
