@@ -34,7 +34,7 @@ from pagedraft.model.demo import resolve_model
 from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.metrics import percentile
 
-ITL_FACTOR = 1.8  # target between tokens over the streams' median gap
+ITL_FACTOR = 1.9  # target between tokens over the streams' median gap
 MOST_GAP, MOST_TTFT = 2.0, 3.0
 CACHED_SHARE, LEAST_CUT = 0.9, 5.0
 LOAD = 0.5  # arrivals over what the engine serves when all are there at once
