@@ -24,8 +24,7 @@ def account(engine: Engine, step: Step, record: StepRecord) -> None:
     engine.speculation.record_step(record.scheduled, record.drafts, num_fed, num_kept, seconds)
     engine.pace.record(record.scheduled, seconds)
     if engine.prefixes.swap is not None:
-        num_prompt = num_fed - step.batch.num_logits
-        engine.prefixes.swap.policy.record_prompt(num_prompt, seconds * num_prompt / num_fed)
+        engine.prefixes.swap.policy.record_step(num_fed - step.batch.num_logits, seconds)
     used = owned = 0
     for request in engine.running:
         sequence = request.sequence

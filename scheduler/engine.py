@@ -99,7 +99,7 @@ class Engine:
             row_multiple=target.row_multiple,
         )
         self._roster = Roster(rows)
-        self._launcher = Launcher(target, self.caches, rows)
+        self.launcher = Launcher(target, self.caches, rows)
         self._committer = Committer(
             lambda: self.speculation, self.waiting, self.outbox, self._finish
         )
@@ -124,8 +124,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.waiting or self.running)
+        """Whether any request waits or runs, or has tokens that its callback has yet to get."""
+        return bool(self.waiting or self.running) or not self.outbox.is_empty
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise ValueError naming what makes it impossible."""
@@ -195,7 +195,7 @@ class Engine:
             return []
         self._committer.commit(launched, verified, record)
         self._end_step(launched.step, record)
-        if not (self.overlap and self.has_work):
+        if not (self.overlap and (self.running or self.waiting)):
             self.outbox.send()
         return launched.step.sampled
 
@@ -245,14 +245,14 @@ class Engine:
             try:
                 self.prefixes.restore()
                 if copies:
-                    self._launcher.copy(copies)
+                    self.launcher.copy(copies)
             except BaseException:  # an interrupt too: no fork may run without its copy
                 for request in plan.admitted:
                     self._retire(request, save=False)
                 raise
         record.drafts = self.speculation.propose(plan.scheduled)
         record.drafted = time.perf_counter()
-        launched = self._launcher.launch(plan.scheduled, record.drafts)
+        launched = self.launcher.launch(plan.scheduled, record.drafts)
         record.launched = time.perf_counter()
         return launched
 

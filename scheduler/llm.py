@@ -194,13 +194,16 @@ class LLM:
 
         Closing the iterator aborts the request. A request that fails raises RuntimeError.
         """
-        parts: list[list[int]] = []
-        request = self.submit(prompt, params or SamplingParams(), on_tokens=parts.append)
+        request = self.submit(prompt, params or SamplingParams())
+        token_ids = request.sequence.token_ids
+        num_seen = len(token_ids)
         try:
             while not request.finished:
                 self.engine.step()
-                yield from parts
-                parts.clear()
+                if len(token_ids) > num_seen:
+                    tokens = token_ids[num_seen:]
+                    num_seen += len(tokens)
+                    yield tokens
         finally:
             self.engine.abort(request)
         if request.error is not None:

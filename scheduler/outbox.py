@@ -29,6 +29,11 @@ class Outbox:
         self._tokens: deque[tuple[Request, list[int]]] = deque()
         self._record: StepRecord | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left to tell."""
+        return not self._tokens and self._record is None
+
     def put(self, request: Request, tokens: list[int]) -> None:
         """Keep tokens that a request got for its callback, if it has one."""
         if request.on_tokens is not None:
@@ -47,15 +52,12 @@ class Outbox:
                 observer.on_step(record)
         while self._tokens:
             self.caller, tokens = self._tokens.popleft()
-            if self.caller.finish_reason == "abort":  # nobody listens any more
-                continue
             try:
                 error = call_back(self.caller, tokens)
                 if error is not None and not self.caller.finished:
                     self._on_failure(self.caller, error)
             finally:
                 self.caller = None
-        self.caller = None
 
     def added(self, request: Request) -> None:
         """Tell of a submission."""

@@ -79,6 +79,7 @@ class Row:
         its samples or (``abort_first_only``) the first; None: never.
     callback: what ``on_tokens`` does once it has heard so many tokens: "raise", "abort" its own
         request or "abort others", and how many.
+    tenant, salt: of the request, as in Request.
     """
 
     stem: int = 0
@@ -90,6 +91,8 @@ class Row:
     abort_after: int | None = None
     abort_first_only: bool = False
     callback: tuple[str, int] | None = None
+    tenant: str | None = None
+    salt: str | None = None
 
     @property
     def prompt(self) -> list[int]:
@@ -112,6 +115,9 @@ class Case:
     spare_blocks: blocks beyond what the largest request needs; None: enough for all requests.
     clear_at: engine step before which the prefix cache is cleared; None: never.
     preempt_at: engine steps before which a running request loses its KV, whatever the pool holds.
+    fail_at: passes of the target that run out of memory, counted from 0.
+    overlap: callbacks of a step run while the next one is under way. swap: KV of every preempted
+        request is copied to the host and back.
     noise: seeds the LLM and whatever a replaying drafter does at random.
     """
 
@@ -127,6 +133,9 @@ class Case:
     prefix_cache: bool = True
     clear_at: int | None = None
     preempt_at: tuple[int, ...] = ()
+    fail_at: tuple[int, ...] = ()
+    overlap: bool = False
+    swap: bool = False
     kv_dtype: str = "auto"
     noise: int = 0
 
@@ -193,6 +202,8 @@ def rows(draw: st.DrawFn, lengths: Seq[int], max_tokens: Seq[int], arrivals: Seq
         abort_after=draw(st.integers(0, 10)) if is_aborted else None,
         abort_first_only=is_aborted and draw(st.booleans()),
         callback=draw(st.sampled_from(CALLBACKS)),
+        tenant=draw(st.sampled_from((None, None, None, "a", "b"))),
+        salt=draw(st.sampled_from((None,) * 7 + ("a",))),
     )
 
 
@@ -214,6 +225,9 @@ def cases(draw: st.DrawFn) -> Case:
         prefix_cache=draw(st.sampled_from((True, True, True, False))),
         preempt_at=draw(st.sampled_from(((),) * 8 + ((1, 2, 3, 4, 5), (2, 5, 8, 11, 14, 17)))),
         clear_at=draw(st.sampled_from((None,) * 9 + (5,))),
+        fail_at=draw(st.sampled_from(((),) * 9 + ((2,), (0, 1, 4)))),
+        overlap=draw(st.sampled_from((False, False, True))),
+        swap=draw(st.sampled_from((False, False, False, True))),
         kv_dtype=draw(st.sampled_from(("auto",) * 6 + ("int8", "fp8"))),
         noise=draw(st.integers(0, 2**16)),
     )

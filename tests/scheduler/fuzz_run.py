@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from unittest.mock import patch
 
 import torch
@@ -20,7 +21,10 @@ from pagedraft.tests.scheduler.fuzz_drafters import REPLAYS, Replay
 from pagedraft.tests.scheduler.fuzz_models import load, tokenizer
 from pagedraft.tests.scheduler.plain import Plain, decode_plainly
 
-EVENTS = ("preemption", "prefix hit", "fork", "abort", "full acceptance", "zero acceptance")
+EVENTS = (
+    *("preemption", "prefix hit", "fork", "abort", "out of memory"),
+    *("full acceptance", "zero acceptance"),
+)
 IRRELEVANT = ("n", "k", "speculate", "accept")  # options that do not change the plain output
 
 
@@ -106,8 +110,25 @@ def _start(case: Case, dtype: torch.dtype) -> Run:
             prefix_cache=case.prefix_cache,
             kv_dtype=case.kv_dtype,
             seed=case.noise,
+            swap_bytes=2**24 if case.swap else 0,
         )
+    llm.engine.overlap = case.overlap
+    if case.swap:
+        llm.engine.prefixes.swap.policy.forced = True
+    _fail_passes(llm, case.fail_at)
     return Run(case, dtype, llm, replay)
+
+
+def _fail_passes(llm: LLM, fail_at: Seq[int]) -> None:
+    """Let passes of the target run out of memory, unless they feed one token only."""
+    forward, counter = llm.target.forward, count()
+
+    def failing(batch, cache):
+        if next(counter) in fail_at and batch.num_tokens > 1:
+            raise torch.OutOfMemoryError("no memory for activations")
+        return forward(batch, cache)
+
+    llm.engine.launcher.forward = failing
 
 
 def _pool_tokens(case: Case, target: Transformer) -> int:
@@ -124,7 +145,8 @@ def _pool_tokens(case: Case, target: Transformer) -> int:
 
 def _submit(run: Run, row: Row, oracle: Oracle) -> None:
     index = sum(other.request.sequence.sample_index == 0 for other in run.submitted)
-    requests = run.llm.submit_all(row.prompt, row.params, priority=row.priority)
+    options = {"priority": row.priority, "tenant": row.tenant, "cache_salt": row.salt}
+    requests = run.llm.submit_all(row.prompt, row.params, **options)
     assert [r.sequence.sample_index for r in requests] == list(range(row.params.n))
     for sample, request in enumerate(requests):
         expected = _plain(run, row, index, sample, oracle)
@@ -206,10 +228,14 @@ def _interfere(run: Run, step: int) -> None:
 def _most_steps(run: Run) -> int:
     """Every step advances the most important request by a token; preemption starts it again."""
     arrivals = max((row.arrival for row in run.case.rows), default=0)
-    return arrivals + sum(
-        (len(row.row.prompt) + row.row.params.max_tokens + 2)
-        * (1 + row.request.stats.num_preemptions)
-        for row in run.submitted
+    return (
+        len(run.case.fail_at)
+        + arrivals
+        + sum(
+            (len(row.row.prompt) + row.row.params.max_tokens + 2)
+            * (1 + row.request.stats.num_preemptions)
+            for row in run.submitted
+        )
     )
 
 
@@ -278,9 +304,11 @@ def _note_forks(run: Run) -> None:
 def _note_events(run: Run) -> None:
     stats = [submitted.request.stats for submitted in run.submitted]
     passes = [row for one in stats for row in one.decisions if row.drafted > 0]
+    is_forced = bool(run.case.preempt_at or run.case.fail_at)
     met = {
-        "preemption": not run.case.preempt_at and any(one.num_preemptions for one in stats),
+        "preemption": not is_forced and any(one.num_preemptions for one in stats),
         "prefix hit": run.llm.engine.prefixes.num_hit_tokens > 0,
+        "out of memory": run.llm.engine.stats.num_out_of_memory > 0,
         "abort": any(submitted.ended == "abort" for submitted in run.submitted),
         "full acceptance": any(row.accepted == row.drafted for row in passes),
         "zero acceptance": any(row.accepted == 0 for row in passes),

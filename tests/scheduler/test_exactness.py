@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 
+from pagedraft.decoding import draw, verify
 from pagedraft.kernels.dispatch import INTERPRETED, use_implementation
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.llm import LLM
