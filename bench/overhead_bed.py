@@ -82,8 +82,8 @@ class FakeTarget:
 class EndIndex(SuffixAutomaton):
     """A suffix automaton over a text, of what the first call brings only the end.
 
-    A step's work does not depend on how long the index is; its memory and what it takes to build
-    do.
+    What a token takes does not grow with the index; its memory and what it takes to build do. (Even
+    of ends, many rows have more than caches hold.)
     """
 
     def extend(self, token_ids: Iterable[int]) -> None:
