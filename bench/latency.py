@@ -37,8 +37,8 @@ from pagedraft.scheduler.metrics import percentile
 ITL_FACTOR = 1.9  # target between tokens over the streams' median gap
 MOST_GAP, MOST_TTFT = 2.0, 3.0
 CACHED_SHARE, LEAST_CUT = 0.9, 5.0
-LOAD = 0.5  # arrivals over what the engine serves when all are there at once
-LOADED_ITL_FACTOR, LOADED_TTFT_FACTOR = 3.0, 3.0  # over the gap and first token of an idle engine
+LOAD = 0.4  # arrivals over what the engine serves when all are there at once
+LOADED_ITL_FACTOR, LOADED_TTFT_FACTOR = 4.0, 3.0  # over the gap and first token of an idle engine
 LEAST_KEPT = 0.95  # of the gaps
 
 

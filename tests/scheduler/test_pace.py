@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from statistics import median
 
 import pytest
@@ -365,6 +366,33 @@ BAD = {
 def test_bad_targets_are_named(value, error):
     with pytest.raises(error, match=r"^itl_ms: expected a number > 0, got "):
         check_target("itl_ms", value)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_workloads_end(seed):
+    """Any targets, aborts, a pool that is too small, spikes: every verdict is sound."""
+    numbers = random.Random(seed)
+    machine = numbers.choice([*MACHINES.values()])
+    simulator = Simulator(machine, num_blocks=60, spike_share=0.02, max_rows=6, seed=seed)
+    plain = 1e3 * machine(STREAMS)
+    live = []
+    for _ in range(120):
+        if numbers.random() < 0.2:
+            itl_ms = numbers.choice((None, plain * 10 ** numbers.uniform(-2, 2)))
+            ttft_ms = numbers.choice((None, plain * 10 ** numbers.uniform(-2, 3)))
+            options = {"itl_ms": itl_ms, "ttft_ms": ttft_ms, "max_tokens": numbers.randint(1, 30)}
+            live.append(simulator.add(numbers.randint(1, 300), **options))
+        if live and numbers.random() < 0.05 and live[-1] not in simulator.ended:
+            simulator.end(live[-1])
+        simulator.step()
+        budget, urgent = simulator.verdicts[-1]
+        assert budget is None or budget >= LEAST_CHUNK
+        assert len(set(urgent)) == len(urgent)
+        assert all(request.ttft_ms or request.stats.emissions for request in urgent)
+    while len(simulator.ended) < len(live):
+        simulator.step()
+        assert len(simulator.verdicts) < 20000
+    assert not simulator.pace.has_targets
 
 
 # --- teeth
