@@ -1,13 +1,15 @@
-"""Speculation and pace of an engine as a trace recorded them: nobody drafts, no clock decides."""
+"""What decides in an engine, as a trace recorded it: nobody drafts, and no clock decides."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
 from pagedraft.decoding.drafters.base import Proposal
 from pagedraft.scheduler.request import Request
+from pagedraft.scheduler.swap_policy import Decision, SwapPolicy
 from pagedraft.scheduler.trace_format import recorded_proposal
 
 
@@ -76,6 +78,20 @@ class RecordedSpeculation:
     def forget(self, request: Request) -> None:
         """Nothing is planned any more."""
         request.num_drafts = 0
+
+
+class RecordedSwapPolicy(SwapPolicy):
+    """Decides as was decided; ``swaps`` are the decisions to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swaps: deque[bool] = deque()
+
+    def decide(self, num_blocks: int, num_tokens: int) -> Decision:
+        """Whether KV was copied out."""
+        return Decision(bool(self.swaps) and self.swaps.popleft(), 0.0, 0.0, "recorded")
+
+    decide_back = decide
 
 
 class RecordedPace:

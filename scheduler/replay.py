@@ -9,31 +9,16 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pagedraft.scheduler.llm import LLM
-from pagedraft.scheduler.observer import StepRecord
-from pagedraft.scheduler.recorded import (
-    RecordedFailure,
-    RecordedPace,
-    RecordedSpeculation,
-    RecordedStep,
-)
-from pagedraft.scheduler.request import Request
+from pagedraft.scheduler.player import Player, Report
 from pagedraft.scheduler.trace_check import outline
-from pagedraft.scheduler.trace_compare import schedule_difference, token_difference
-from pagedraft.scheduler.trace_format import (
-    Event,
-    build_request,
-    read_events,
-    step_args,
-)
+from pagedraft.scheduler.trace_format import read_events
 from pagedraft.scheduler.trace_settings import (
     device_name,
     difference,
@@ -66,41 +51,6 @@ def run_replay(args: argparse.Namespace) -> int:
     return 0 if report.is_identical else 1
 
 
-@dataclass
-class Report:
-    """How far the runs are the same.
-
-    num_steps, num_tokens, num_requests: what was replayed, up to the first difference.
-    schedule, tokens: the first difference of each kind, in words. notes: what else to know.
-    """
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    num_requests: int = 0
-    schedule: str | None = None
-    tokens: str | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def is_identical(self) -> bool:
-        """Whether nothing differs."""
-        return self.schedule is None and self.tokens is None
-
-    def lines(self) -> list[str]:
-        """The report, as the command prints it."""
-        until = "" if self.is_identical else " until there"
-        counts = f"{self.num_tokens} tokens of {self.num_requests} requests"
-        return [
-            *(f"note: {note}" for note in self.notes),
-            f"schedule: differs at {self.schedule}"
-            if self.schedule
-            else f"schedule: identical{until} ({self.num_steps} steps)",
-            f"tokens: differ at {self.tokens}"
-            if self.tokens
-            else f"tokens: identical{until} ({counts})",
-        ]
-
-
 def replay(
     path: str | Path,
     llm: LLM | None = None,
@@ -122,150 +72,10 @@ def replay(
         raise ValueError("llm: expected one on which nothing has run")
     llm.engine.overlap = found.settings["engine"].get("overlap", False)
     _check_settings(found.settings, llm)
+    _fit_swap(found.settings.get("swap"), llm)
     report = Report(notes=[*found.notes, *_notes(found.settings, llm)])
-    _Player(llm, report).play(event for _, event in read_events(path))
+    Player(llm, report).play(event for _, event in read_events(path))
     return report
-
-
-class _Player:
-    """Feeds an engine the events of a trace, and is told by it what its steps became.
-
-    A step runs when the next one is read: what its callbacks did stands between the two.
-    """
-
-    def __init__(self, llm: LLM, report: Report) -> None:
-        self._llm = llm
-        self._engine = llm.engine
-        self._report = report
-        self._step = RecordedStep()
-        self._outside: dict[int, list[Event]] = {}  # by the step that they came before
-        self._inside: dict[tuple[int, int], list[Event]] = {}  # by caller, too
-        self._expected: dict[int, Mapping[str, Any]] = {}  # steps that are yet to be told of
-
-    def play(self, events: Iterable[Event]) -> None:
-        """Run to the end or the first difference."""
-        engine: Any = self._engine
-        engine.speculation, engine.pace = RecordedSpeculation(self._step), RecordedPace(self._step)
-        engine.observers.append(self)
-        try:
-            self._play(events)
-        finally:
-            engine.observers.remove(self)
-            engine.abort_all()
-
-    def _play(self, events: Iterable[Event]) -> None:
-        held: Event | None = None
-        for event in events:
-            if event.kind != "step":
-                self._keep(event)
-                continue
-            if held is not None:
-                self._run_step(held.args)
-            if not self._report.is_identical:
-                return
-            held = event
-        if held is not None:
-            self._run_step(held.args)
-        if self._expected and self._report.is_identical:
-            self._act_outside(self._engine.num_steps)
-            self._engine.outbox.send()
-
-    def on_add(self, request: Request, caller: Request | None) -> None:
-        """Own doing."""
-
-    def on_abort(self, request: Request, caller: Request | None) -> None:
-        """Own doing."""
-
-    def on_preempt(self, request: Request, caller: Request | None) -> None:
-        """Own doing."""
-
-    def on_clear(self, caller: Request | None) -> None:
-        """Own doing."""
-
-    def on_fail(self, record: StepRecord, error: BaseException) -> None:
-        """Own doing."""
-
-    def on_step(self, record: StepRecord) -> None:
-        """Compare a step with the recorded one."""
-        then, now = self._expected.pop(record.index), step_args(record)
-        report, where = self._report, f"step {record.index}"
-        if not report.is_identical:
-            return
-        requests = self._step.requests
-        names = {arrival: request.request_id for arrival, request in requests.items()}
-        schedule = schedule_difference(then, now, names)
-        num_same, tokens = token_difference(then, now, requests)
-        report.num_tokens += num_same
-        if schedule is not None:
-            report.schedule = f"{where}: {schedule}"
-            return
-        report.num_steps += 1
-        if tokens is not None:
-            report.tokens = f"{where}: {tokens}"
-
-    def _keep(self, event: Event) -> None:
-        """Put what was done to the engine where its turn comes."""
-        caller, before = event.args.get("caller"), event.args.get("before_step")
-        if before is None:  # settings, and the end of a trace that has none
-            return
-        if caller is None:
-            self._outside.setdefault(before, []).append(event)
-        else:
-            self._inside.setdefault((caller, before), []).append(event)
-
-    def _run_step(self, args: Mapping[str, Any]) -> None:
-        index = args["step"]
-        self._act_outside(index)
-        self._expected[index] = args
-        self._step.begin(args)
-        self._engine.step()
-        if self._engine.num_steps == index:
-            self._differs("there is nothing to run")
-
-    def _act_outside(self, step: int) -> None:
-        for event in self._outside.pop(step, ()):
-            self._act(event)
-
-    def _call_back(self, arrival: int) -> None:
-        """Do what a request's callback did."""
-        for event in self._inside.pop((arrival, self._engine.num_steps), ()):
-            if event.kind == "raise":
-                raise RecordedFailure(event.args["error"])
-            self._act(event)
-
-    def _act(self, event: Event) -> None:
-        """Do to the engine what was done then."""
-        kind, args = event
-        engine = self._engine
-        try:
-            if kind == "submit":
-                engine.add(self._submitted(args))
-                self._report.num_requests += 1
-            elif kind == "clear":
-                self._llm.reset_prefix_cache()
-            elif kind == "fail":
-                self._step.begin(args)
-                with suppress(RecordedFailure):
-                    engine.step()
-            elif kind == "abort":
-                engine.abort(self._step.requests[args["request"]])
-            elif self._step.requests[args["request"]] in engine.running:  # else a failure did it
-                engine.preempt(self._step.requests[args["request"]])
-        except (ValueError, TypeError) as error:
-            self._differs(f"{kind}: {error}")
-
-    def _submitted(self, args: Mapping[str, Any]) -> Request:
-        requests, arrival = self._step.requests, args["request"]
-        parent = None if args["parent"] is None else requests[args["parent"]]
-
-        def on_tokens(tokens: list[int]) -> None:
-            self._call_back(arrival)
-
-        requests[arrival] = build_request(args, parent, self._llm.tokenizer, on_tokens)
-        return requests[arrival]
-
-    def _differs(self, what: str) -> None:
-        self._report.schedule = self._report.schedule or f"step {self._engine.num_steps}: {what}"
 
 
 def _make_llm(
@@ -278,6 +88,7 @@ def _make_llm(
         raise ValueError(f"settings: LLM has no option {unknown[0]!r}; it had when it was recorded")
     sizes = settings["engine"]
     options["kv_tokens"] = (sizes["num_blocks"] - 1) * sizes["block_size"]
+    options["swap_bytes"] = (settings.get("swap") or {}).get("bytes", 0)
     options["model"] = model or options.get("model")
     if options["model"] is None:
         raise ValueError("model: the recorded one was made in memory; name one (--model)")
@@ -292,6 +103,16 @@ def _check_settings(settings: Mapping[str, Any], llm: LLM) -> None:
         found = difference(settings[part], own[part], part)
         if found is not None:
             raise ValueError(found)
+
+
+def _fit_swap(recorded: Mapping[str, int] | None, llm: LLM) -> None:
+    """Let as many blocks be swapped as then, when a draft model may have been part of them."""
+    swap = llm.engine.prefixes.swap
+    if (recorded is None) != (swap is None):
+        words = [("none" if one is None else "some") for one in (recorded, swap)]
+        raise ValueError(f"swap_bytes: expected {words[0]} as recorded, got {words[1]}")
+    if recorded is not None and swap is not None:
+        swap.max_bytes = recorded["bytes"] * swap.block_bytes // recorded["block_bytes"]
 
 
 def _notes(settings: Mapping[str, Any], llm: LLM) -> list[str]:

@@ -95,7 +95,8 @@ class SwapSpace:
 
     caches: KV pools of the same blocks, all models'. max_bytes: most that is kept here. Pinned
     buffers come from PyTorch's pool of them, which rounds each up to a power of two and keeps it.
-    last: the last decision, and why.
+    last: the last decision, and why. decisions: whether KV was copied, each time that was decided;
+        None until somebody who wants to know puts a list there.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class SwapSpace:
         self.policy = policy or SwapPolicy()
         self.stats = SwapStats()
         self.last: Decision | None = None
+        self.decisions: list[bool] | None = None
         self._clock = clock
         self._block_size = caches[0].block_size
         self._pools = [_words(tensor) for cache in caches for tensor in cache.tensors]
@@ -118,6 +120,11 @@ class SwapSpace:
         self._saved: OrderedDict[Request, Saved] = OrderedDict()
         self._used = 0
         self._probe(min(PROBE_BLOCKS, caches[0].num_blocks - 1))
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all pools."""
+        return self._block_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -212,6 +219,8 @@ class SwapSpace:
 
     def _note(self, decision: Decision) -> bool:
         self.last = decision
+        if self.decisions is not None:
+            self.decisions.append(decision.swaps)
         self.stats.num_recomputed += not decision.swaps
         return decision.swaps
 

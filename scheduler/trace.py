@@ -51,6 +51,7 @@ class Trace:
         self.path = Path(path)
         self._engine: Engine | None = None
         self._queued: dict[Request, float] = {}  # since when it waits, in seconds
+        self._swaps: list[bool] = []  # decisions that are yet to be written
         self._told: list[Request] = []  # whose callbacks get the last step's tokens
         self._is_open = True
         try:
@@ -64,6 +65,8 @@ class Trace:
         options: the arguments that LLM was made with, by name.
         """
         self._engine = engine
+        if engine.prefixes.swap is not None:
+            engine.prefixes.swap.decisions = self._swaps
         args = settings_args(engine, options)
         events = [
             named("process", STEPS, "engine"),
@@ -130,6 +133,9 @@ class Trace:
 
     def _forget(self) -> None:
         self._is_open = False
+        self._swaps = []  # another list: nobody fills this one
+        if self._engine is not None and self._engine.prefixes.swap is not None:
+            self._engine.prefixes.swap.decisions = None
         self._queued.clear()
         self._told.clear()
 
@@ -152,6 +158,7 @@ class Trace:
         """Write what was done to the engine from outside."""
         assert self._engine is not None
         args = {"before_step": self._engine.num_steps, "caller": number(caller), **args}
+        args |= self._take_swaps()
         self._file.write([self._file.instant(track, name, time.perf_counter(), args, CATEGORY)])
 
     def _queued_until(self, request: Request, when: float) -> list[str]:
@@ -160,6 +167,12 @@ class Trace:
         if since is None:
             return []
         return [self._file.slice(_track(request), "queued", self._file.span(since, when))]
+
+    def _take_swaps(self) -> dict[str, list[bool]]:
+        """What was decided about swapping since the last event, if anything was."""
+        taken = {"swaps": self._swaps.copy()} if self._swaps else {}
+        self._swaps.clear()
+        return taken
 
     def _fail(self, record: StepRecord, error: BaseException) -> None:
         args = {
@@ -211,7 +224,8 @@ class Trace:
     def _phases(self, record: StepRecord, span: str) -> list[str]:
         """The step and, inside it, its phases."""
         times = (record.began, record.planned, record.drafted, record.launched, record.finished)
-        events = [self._file.slice(STEPS, "step", span, encode(step_args(record)), CATEGORY)]
+        args = encode({**step_args(record), **self._take_swaps()})
+        events = [self._file.slice(STEPS, "step", span, args, CATEGORY)]
         for name, begin, end in zip(PHASES, times, times[1:], strict=False):
             events.append(self._file.slice(STEPS, name, self._file.span(begin, end)))
         return events

@@ -7,7 +7,8 @@ their ``arrival``: it is unique, and the replaying engine counts the same way.
 ``clear`` or ``raise`` (a callback's failure), what became of it a ``step`` or a ``fail`` (of one
 that committed nothing). ``before_step`` is the number of steps that were complete, ``caller`` the
 request whose callback did it, on the tokens of the last of those; the ``step`` itself may come
-later in the file (observer.py), but before the second next.
+later in the file (observer.py), but before the second next. ``swaps`` are the decisions about
+swapping since the event before (swap_policy.py).
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ def settings_args(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
         "device": device_name(model.device),
         "options": {name: _plain(value) for name, value in options.items()},
         "engine": engine_args(engine),
+        "swap": swap_args(engine),
         "model": model_args(model),
         "is_fresh": is_fresh(engine),
     }
@@ -52,6 +53,12 @@ def engine_args(engine: Engine) -> dict[str, Any]:
         "chunk_tokens": engine.chunk_tokens,
         "overlap": engine.overlap,
     }
+
+
+def swap_args(engine: Engine) -> dict[str, int] | None:
+    """Sizes that decide what is swapped; None where nothing is."""
+    swap = engine.prefixes.swap
+    return None if swap is None else {"bytes": swap.max_bytes, "block_bytes": swap.block_bytes}
 
 
 def model_args(model: Transformer) -> dict[str, Any]:

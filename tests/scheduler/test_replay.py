@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from contextlib import suppress
 from dataclasses import replace as with_fields
@@ -18,6 +19,7 @@ from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler import llm as llm_module
 from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.replay import replay
+from pagedraft.scheduler.swap_policy import Decision, SwapPolicy
 from pagedraft.scheduler.trace import Trace
 from pagedraft.tests.model.tiny import save_tiny
 from pagedraft.tests.scheduler import fuzz_run
@@ -69,19 +71,25 @@ def without_processors(case: Case) -> Case:
 def test_cases_of_the_fuzzer_are_replayed(tmp_path_factory, case):
     """Drafters of all kinds, models of all families, all sampling parameters."""
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    made = []
+    start, options, traces = fuzz_run._start, {}, []
 
-    def make(*args, **options) -> LLM:
-        made.append(LLM(*args, trace=path, **options))
-        return made[-1]
+    def make(*args, **given) -> LLM:
+        options.update(given, drafter=None)
+        return LLM(*args, **given)
+
+    def traced_start(*args) -> fuzz_run.Run:
+        run = start(*args)
+        traces.append(Trace(path).begin(run.llm.engine, options))
+        return run
 
     with (
         patch.object(fuzz_run, "LLM", make),
+        patch.object(fuzz_run, "_start", traced_start),
         patch.object(fuzz_run, "assert_as_plain", lambda *args: None),
         patch.object(llm_module, "load_tokenizer", lambda target: tokenizer()),
     ):
         fuzz_run.run_case(case, torch.float32, {})
-        made[0].trace.close()
+        traces[0].close()
         report = replay(path, model=load(case.model, torch.float32))
     assert report.is_identical, report.lines()
     shutil.rmtree(path.parent)
@@ -234,6 +242,38 @@ def test_steps_that_failed_fail_again(target, tmp_path, monkeypatch, overlap, er
     assert path.read_text().count('"name":"fail"') == 3
     report = replay(path, traced_llm(tmp_path / "other.json", target))
     assert report.is_identical, report.lines()
+
+
+class Moody(SwapPolicy):
+    """Decides by whim, as a clock would."""
+
+    choose = random.Random(3)
+
+    def decide(self, num_blocks: int, num_tokens: int) -> Decision:
+        return Decision(self.choose.random() < 0.7, 0.0, 0.0, "a whim")
+
+    decide_back = decide
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_swapped_runs_are_replayed(target, tmp_path, overlap):
+    """In a small pool, with room on the host for few: decisions and evictions come again."""
+    path = tmp_path / "trace.json"
+    options = {"kv_tokens": 64, "swap_bytes": 20_000}
+    llm = traced_llm(tmp_path / "unused.json", target, **options)
+    llm.engine.observers.clear()
+    llm.engine.overlap = overlap
+    llm.engine.prefixes.swap.policy = Moody()
+    with Trace(path).begin(llm.engine, {}):
+        for seed in range(3):
+            random_run(llm, seed)
+    stats = llm.engine.prefixes.swap.stats
+    assert min(stats.num_swapped_in, stats.num_recomputed, stats.num_evicted) > 0, stats
+    report = replay(path, traced_llm(tmp_path / "other.json", target, **options))
+    assert report.is_identical, report.lines()
+    without = {**options, "swap_bytes": 0}
+    with pytest.raises(ValueError, match="swap_bytes: expected some as recorded, got none"):
+        replay(path, traced_llm(tmp_path / "other.json", target, **without))
 
 
 def test_distributions_of_drafts_are_in_the_trace(tmp_path, target):
