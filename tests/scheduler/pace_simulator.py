@@ -170,3 +170,25 @@ def alone(machine: Machine, num_prompt: int, **options) -> float:
     request = simulator.add(num_prompt)
     simulator.run_until(request)
     return request.stats.ttft
+
+
+STREAMS = Load(4, 4, 400, 400)
+
+
+def streaming(machine, factor: float | None, num_streams: int = 4, **options) -> Simulator:
+    """Streams that have run for a while; their target is ``factor`` plain steps (None: none)."""
+    simulator = Simulator(machine, **options)
+    itl_ms = None if factor is None else 1e3 * factor * machine(STREAMS)
+    streams = [simulator.add(64, itl_ms=itl_ms) for _ in range(num_streams)]
+    simulator.run_until(*streams)
+    simulator.run(30)
+    return simulator
+
+
+def first_token(simulator: Simulator, num_prompt: int, **options) -> tuple[float, list[float]]:
+    """A prompt's TTFT, and the gaps of the running streams meanwhile, over a plain step."""
+    streams, began = list(simulator.running), simulator.now
+    prompt = simulator.add(num_prompt, **options)
+    simulator.run_until(prompt)
+    plain = simulator.machine(STREAMS)
+    return prompt.stats.ttft, [gap / plain for row in streams for gap in gaps(row, began)]
