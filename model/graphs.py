@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple, replace
 from typing import Any, NamedTuple
 
@@ -263,20 +263,15 @@ class GraphRunner:
 
 def on_device(batch: StepBatch, device: torch.device) -> StepBatch:
     """The step with all its tensors on ``device``; the same step if they are there."""
-    tensors = {
-        name: value.to(device, non_blocking=True)
-        for name, value in vars(batch).items()
-        if isinstance(value, torch.Tensor) and value.device.type != device.type
-    }
-    shared = batch.shared
-    if shared is not None and shared.num_keys_P.device.type != device.type:
-        tensors["shared"] = SharedPrefixes(
-            *(
-                field.to(device, non_blocking=True) if isinstance(field, torch.Tensor) else field
-                for field in shared
-            )
-        )
-    return replace(batch, **tensors) if tensors else batch
 
+    def moved(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: value.to(device, non_blocking=True)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor) and value.device.type != device.type
+        }
 
-__all__: Sequence[str] = ("CudaCapture", "GraphLimits", "GraphRunner", "on_device")
+    changes = moved(vars(batch))
+    if batch.shared is not None:
+        changes["shared"] = batch.shared._replace(**moved(batch.shared._asdict()))
+    return replace(batch, **changes) if changes else batch

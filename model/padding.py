@@ -92,8 +92,7 @@ def pad_batch(
     padded = packed_batch(torch.empty(sizes.num_bytes, dtype=torch.uint8, device=device), sizes)
     fill_padded(padded, batch)
     shared = batch.shared if num_rows == real.num_rows else _pad_shared(batch, padded)
-    counts = {"num_tokens": batch.num_tokens, "num_logits": batch.num_logits}
-    return replace(padded, shared=shared, **counts)
+    return replace(padded, shared=shared, num_tokens=batch.num_tokens, num_logits=batch.num_logits)
 
 
 def _check_holds(shape: StepShape, real: StepShape) -> None:
@@ -158,15 +157,17 @@ def packed_batch(
         end = first + dtype.itemsize * size
         views.append(memory_x[first:end].view(dtype))
         first = first + _aligned(dtype.itemsize * size)
-    *others, packed_table = views
+    tokens_T, positions_T, slots_T, logit_rows_Q, query_starts_R1, kv_lens_R, packed_table = views
     if table_RM is None:
         table_RM = packed_table.view(sizes.shape.num_rows, sizes.num_columns)
     return StepBatch(
-        *others[:3],
-        query_starts_R1=others[4],
-        kv_lens_R=others[5],
+        tokens_T=tokens_T,
+        positions_T=positions_T,
+        slots_T=slots_T,
+        query_starts_R1=query_starts_R1,
+        kv_lens_R=kv_lens_R,
         block_table_RM=table_RM,
-        logit_rows_Q=others[3],
+        logit_rows_Q=logit_rows_Q,
         num_tokens=sizes.shape.num_tokens,
         num_logits=sizes.num_logits,
         max_query_len=sizes.shape.max_query_len,

@@ -7,7 +7,9 @@ the rows of a step have between them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Sequence as Seq
+from itertools import combinations, product
+from typing import Any
 
 import torch
 
@@ -24,28 +26,31 @@ NUM_ROWS, NUM_DRAFTS = 2, 2
 Job = tuple[str, Callable[[], object]]
 
 
-def _sequences(
-    bias: bool, ban: bool, penalty: bool, cut: bool, sample: bool, accept: AcceptRule
-) -> list[Sequence]:
-    """Rows with the rules that are asked for; token 0 is in every vocabulary."""
-    rules = LogitRules(
-        top_k=2 if cut else 0,
-        repetition_penalty=1.1 if penalty else 1.0,
-        bias=((0, 1.0),) if bias else (),
-        min_tokens=9 if ban else 0,
-        stop_ids=(0,) if ban else (),
-    )
+# What a row may have, each with or without the others; token 0 is in every vocabulary.
+RULES: dict[str, dict[str, Any]] = {
+    "bias": {"bias": ((0, 1.0),)},
+    "ban": {"min_tokens": 9, "stop_ids": (0,)},
+    "penalty": {"repetition_penalty": 1.1},
+    "cut": {"top_k": 2},
+    "sample": {},  # of several of one prompt
+}
+
+
+def _sequences(accept: AcceptRule, names: Seq[str] = ()) -> list[Sequence]:
+    """Rows with the rules of these names."""
+    rules = LogitRules(**{key: value for name in names for key, value in RULES[name].items()})
+    index = int("sample" in names)
     return [
-        Sequence([0, 0], 1, 1.0, seed, rules=rules, sample_index=int(sample), accept=accept)
+        Sequence([0, 0], 1, 1.0, seed, rules=rules, sample_index=index, accept=accept)
         for seed in range(NUM_ROWS)
     ]
 
 
 def _all_sequences(accept: AcceptRule) -> Iterator[tuple[str, list[Sequence]]]:
-    names = ("bias", "ban", "penalty", "cut", "sample")
-    for flags in product((False, True), repeat=len(names)):
-        chosen = [name for name, flag in zip(names, flags, strict=True) if flag]
-        yield " ".join(chosen) or "plain", _sequences(*flags, accept=accept)
+    """Rows of every set of rules."""
+    for count in range(len(RULES) + 1):
+        for names in combinations(RULES, count):
+            yield " ".join(names) or "plain", _sequences(accept, names)
 
 
 def target_jobs(vocab_size: int, device: torch.device, *, has_drafts: bool) -> Iterator[Job]:
@@ -70,8 +75,7 @@ def target_jobs(vocab_size: int, device: torch.device, *, has_drafts: bool) -> I
         dense = Proposal([0] * NUM_DRAFTS, q_KV)
         rules: tuple[AcceptRule, ...] = ("rejection", "block")
         for rule, pair in product(rules, ([drafts, drafts], [dense, dense], [drafts, dense])):
-            sequences = _sequences(False, False, False, False, False, accept=rule)
-            yield f"judge: {rule}", run(sequences, pair)
+            yield f"judge: {rule}", run(_sequences(rule), pair)
     yield "log-probabilities", lambda: _logprobs(logits(2))
     yield "copies of blocks", lambda: _copies(device)
 

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from triton.runtime.jit import JITFunction
 
+from pagedraft.decoding.drafters.base import Drafter
 from pagedraft.kernels.dispatch import INTERPRETED, implementation
 from pagedraft.model.graph_shapes import AttentionChoices
 from pagedraft.model.graphs import GraphRunner
@@ -94,9 +95,14 @@ def warm_up(
 
 
 def jobs_of(engine: Engine) -> tuple[list[Job], list[Job]]:
-    """The passes and the draws of a warm-up, each with its name; they can run in any order."""
-    steps = [job for model in models_of(engine) for job in _model_jobs(*model)]
-    return steps, list(_draw_jobs(engine))
+    """The passes and the draws of a warm-up, each with its name; they can run in any order.
+
+    Triton's interpreter, which is slow and compiles nothing, gets one of each.
+    """
+    steps = [job for model in models_of(engine) for job in _model_jobs(model)]
+    draws = list(_draw_jobs(engine))
+    is_triton = implementation("paged_attention", engine.target.device) == "triton"
+    return (steps[:1], draws[:1]) if INTERPRETED and is_triton else (steps, draws)
 
 
 class _Counter:
@@ -121,23 +127,35 @@ class _Counter:
         return time.perf_counter() - began
 
 
-def models_of(engine: Engine) -> Iterator[tuple[Transformer, KVCache, Limits]]:
-    """The target and the models that draft, with their pools and their largest steps."""
+class RunModel(NamedTuple):
+    """A model that an engine runs, its pool, its largest step, and the drafter that it serves."""
+
+    model: Transformer
+    cache: KVCache
+    limits: Limits
+    drafter: Drafter | None = None
+
+
+def models_of(engine: Engine) -> Iterator[RunModel]:
+    """The target and the models that draft."""
     target, max_rows = engine.target, engine.max_rows
     capacity = engine.pool.num_usable * engine.pool.block_size
 
     def limits(model: Transformer, max_tokens: int) -> Limits:
         return Limits(max_rows, max_tokens, min(model.config.max_positions, capacity))
 
-    yield target, engine.cache, limits(target, max(engine.token_budget, 1))
+    yield RunModel(target, engine.cache, limits(target, engine.token_budget))
     for drafter in engine.speculation.drafters.values():
         model, cache = getattr(drafter, "model", None), getattr(drafter, "cache", None)
+        if isinstance(model, GraphRunner):
+            model = model.target
         if isinstance(model, Transformer) and isinstance(cache, KVCache):
             catch_up = getattr(drafter, "catch_up_tokens", 0)
-            yield model, cache, limits(model, max_rows + catch_up)
+            yield RunModel(model, cache, limits(model, max_rows + catch_up), drafter)
 
 
-def _model_jobs(model: Transformer, cache: KVCache, limits: Limits) -> Iterator[Job]:
+def _model_jobs(run_model: RunModel) -> Iterator[Job]:
+    model, cache, limits, _ = run_model
     device, block_size = model.device, cache.block_size
     if runs_kernels(device):
         steps = kernel_steps(limits, AttentionChoices(model, cache))
@@ -155,8 +173,8 @@ def _draw_jobs(engine: Engine) -> Iterator[Job]:
     vocab_size, device = engine.target.config.vocab_size, engine.target.device
     drafters = engine.speculation.drafters
     yield from target_jobs(vocab_size, device, has_drafts=bool(drafters))
-    for model, _, _ in list(models_of(engine))[1:]:
-        yield from draft_jobs(model.config.vocab_size, vocab_size, device)
+    for drafting in list(models_of(engine))[1:]:
+        yield from draft_jobs(drafting.model.config.vocab_size, vocab_size, device)
 
 
 def runs_kernels(device: torch.device) -> bool:

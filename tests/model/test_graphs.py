@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from pagedraft.kernels.dispatch import INTERPRETED
+from pagedraft.kernels.paged_attention_launch import KVPool, shape_of
+from pagedraft.kernels.score_rules import ScoreRules
 from pagedraft.model import graphs
 from pagedraft.model.batch import Span, StepBatch
 from pagedraft.model.graph_shapes import TOKENS, AttentionChoices, GraphLimits, graph_shapes, powers
@@ -386,3 +389,16 @@ def test_a_padded_step_reads_no_device_value_on_the_host(folder, monkeypatch):
     logits_QV = model.forward(batch, cache)
     monkeypatch.undo()
     assert logits_QV.shape == (8, 97)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 12, 40])
+def test_what_is_compiled_follows_from_the_shape(group):
+    """Also the options, so that warm spans of one shape stand for all of it."""
+    seen: dict[Any, Any] = {}
+    for head_dim, is_wide, window in product((64, 80, 128, 256), (False, True), (None, 9)):
+        pool = KVPool(*[torch.empty(2, 2, 64, head_dim, dtype=torch.bfloat16)] * 2)
+        rules = ScoreRules(1.0, window)
+        for span in range(1, 80):
+            q_THD = torch.empty(span, 2 * group, head_dim, dtype=torch.bfloat16, device="meta")
+            shape, options = shape_of(q_THD, pool, span, rules, is_wide)
+            assert seen.setdefault((shape, head_dim, is_wide, window), options) == options

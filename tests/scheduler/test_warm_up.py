@@ -21,7 +21,6 @@ from pagedraft.model.graph_shapes import AttentionChoices, GraphLimits
 from pagedraft.model.graphs import GraphRunner, Run
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.padding import StepShape
-from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler import warm_up as warm_up_module
 from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.warm_steps import TILE_ROWS, Limits, kernel_steps, small_steps
@@ -235,13 +234,12 @@ def test_graphs_are_captured_at_the_end(target):
 @pytest_cpu
 def test_models_that_draft_have_limits_of_their_own(target):
     llm = LLM(target, target, speculate="draft", block_size=8, kv_tokens=64, max_rows=5)
-    (model, cache, own), (draft, draft_cache, drafting) = warm_up_module.models_of(llm.engine)
-    assert isinstance(model, Transformer)
-    assert draft is target
-    assert cache is llm.engine.caches[0]
-    assert draft_cache is llm.engine.caches[1]
-    assert own == Limits(5, 512, 64)
-    assert drafting == Limits(5, 517, 64)
+    own, drafting = warm_up_module.models_of(llm.engine)
+    assert own.model is drafting.model is target
+    assert [own.cache, drafting.cache] == llm.engine.caches
+    assert own.limits == Limits(5, 512, 64)
+    assert drafting.limits == Limits(5, 517, 64)
+    assert (own.drafter, drafting.drafter) == (None, llm.engine.speculation.drafters["draft"])
 
 
 def test_interpreted_kernels_are_not_counted():
