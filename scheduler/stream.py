@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from pagedraft.decoding.detokenize import OutputText
+from pagedraft.decoding.detokenize import Detokenizer
 from pagedraft.decoding.failure import describe
 from pagedraft.scheduler.llm import Completion
 from pagedraft.scheduler.request import FinishReason, Request
@@ -53,8 +53,7 @@ class Update:
         self.is_last = later.is_last
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What a stream yields: tokens of one sample, of one step or of several that were not read.
 
     text: what has become final; tokens without text yet have theirs in a later part. All parts
@@ -75,10 +74,14 @@ class Part:
 
 @dataclass
 class _Sample:
-    """How far the reader is with one request. output_text: its own, where the request has none."""
+    """How far the reader is with one request.
+
+    detokenizer: the reader's own; None where the engine makes the text, which looks for stop
+        strings in it, and where there is no tokenizer.
+    """
 
     request: Request
-    output_text: OutputText | None
+    detokenizer: Detokenizer | None
     num_shown: int = 0  # characters
     is_read: bool = False  # to the end
 
@@ -99,9 +102,10 @@ class Stream:
         abort: Callable[[list[Request]], None],
     ) -> None:
         self.requests = requests
+        is_own = tokenizer is not None and requests[0].output_text is None
         self._samples = {
-            r: _Sample(r, OutputText(tokenizer) if r.output_text is None and tokenizer else None)
-            for r in requests
+            request: _Sample(request, Detokenizer(tokenizer) if is_own else None)
+            for request in requests
         }
         self._complete = complete
         self._abort = abort
@@ -196,22 +200,20 @@ class Stream:
 
 def _text(sample: _Sample, update: Update) -> str:
     """The text that is final with this update, all of it at the end."""
-    request, output_text = sample.request, sample.output_text
-    if output_text is not None:
-        for token in update.token_ids:
-            output_text.push(token)
-    if update.is_last:
-        output_text = output_text or request.output_text
-        return "" if output_text is None else output_text.text[sample.num_shown :]
-    return update.text if output_text is None else output_text.settled_from(sample.num_shown)
+    own, output_text = sample.detokenizer, sample.request.output_text
+    if own is not None:
+        final = "".join(map(own.push, update.token_ids))
+        return final + own.pending if update.is_last else final
+    if update.is_last and output_text is not None:
+        return output_text.text[sample.num_shown :]
+    return update.text
 
 
 def _last(part: Part, request: Request, error: str | None) -> Part:
     """``part`` with why its sample ended; ``error``: its text could not be made."""
     if error is not None:
-        return replace(part, finish_reason="error", error=request.error or error)
-    return replace(
-        part,
+        return part._replace(finish_reason="error", error=request.error or error)
+    return part._replace(
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         error=request.error,
