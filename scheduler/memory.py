@@ -1,4 +1,5 @@
-"""How many KV tokens fit: from free memory, and never more than the rows could use."""
+"""How many KV tokens fit, on the device and on the host: from free memory, and no more than is of
+use."""
 
 from __future__ import annotations
 
@@ -55,6 +56,19 @@ def default_kv_tokens(
     if device.type == "cpu":
         useful = min(useful, max(max_positions, 1024 * max_rows))
     return max(1, min(fitting, useful))
+
+
+def resolve_swap_bytes(swap_bytes: int | str, caches: Sequence[KVCache]) -> int:
+    """Host memory for the KV of preempted requests, in bytes; 0 for none.
+
+    "auto": as much as the pools take, and no more than a share of what is free.
+    """
+    if swap_bytes == "auto":
+        free = int(_free_bytes(torch.device("cpu")) * CPU_SHARE)
+        return min(sum(cache.num_bytes for cache in caches), free)
+    if isinstance(swap_bytes, bool) or not isinstance(swap_bytes, int) or swap_bytes < 0:
+        raise ValueError(f'swap_bytes: expected "auto" or an integer >= 0, got {swap_bytes!r}')
+    return swap_bytes
 
 
 def _free_bytes(device: torch.device) -> int:

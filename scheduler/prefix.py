@@ -108,7 +108,7 @@ class Prefixes:
         save: False where a step failed before the request's own KV was complete.
         """
         if save and self.swap is not None and request not in self._resumes:
-            self.swap.save(request)
+            self.swap.save(request, keep=self._resumes)
         self._give_back(request)
         request.drop_kv()
 
@@ -149,8 +149,7 @@ class Prefixes:
     def release_left(self, request: Request, needs_draft: bool = True) -> None:
         """Give back the blocks that no later query of a running request sees. O(released blocks).
 
-        What is published stays evictable. needs_draft: False where the draft model will not run for
-        the request any more, so that what it has yet to read does not count.
+        needs_draft: False where the draft model will not run for the request any more.
         """
         sequence, window = request.sequence, self.window
         if window.num_tokens is None:
@@ -162,10 +161,7 @@ class Prefixes:
             window.release(request, end)
 
     def forget(self, request: Request) -> None:
-        """Drop what is known of a request that has ended or was preempted. A no-op otherwise.
-
-        KV on the host is dropped where it has ended.
-        """
+        """Drop what is known of a request that was preempted, and its host copy if it has ended."""
         self._chains.pop(request, None)
         self.window.forget(request)
         if self.swap is not None and request.finished:
@@ -178,7 +174,7 @@ class Prefixes:
         if self._cache is not None:
             self._cache.clear()
         if self.swap is not None:
-            self.swap.clear()
+            self.swap.clear(keep=self._resumes)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless cache and pool agree on which blocks are kept."""
@@ -255,10 +251,10 @@ class Prefixes:
     def _extend(self, chain: _Chain, request: Request) -> None:
         """Publish and mark what is new, and set when there is more."""
         assert self._cache is not None
+        if request in self._resumes:  # an interrupted step: what counts as written is not there yet
+            return
         sequence, size, nodes = request.sequence, self._pool.block_size, chain.nodes
-        # KV that is yet to be copied back has no blocks to show.
-        num_full = min(sequence.num_written // size, len(sequence.block_ids))
-        for index in range(len(nodes), num_full):
+        for index in range(len(nodes), sequence.num_written // size):
             parent = nodes[-1] if nodes else None
             tokens = sequence.token_ids[index * size : (index + 1) * size]
             block = sequence.block_ids[index]

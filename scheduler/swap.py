@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -135,8 +135,11 @@ class SwapSpace:
         """Number of requests whose KV is here."""
         return len(self._saved)
 
-    def save(self, request: Request) -> bool:
-        """Copy a request's written KV out, if that pays and fits; its blocks are still its own."""
+    def save(self, request: Request, keep: Collection[Request] = ()) -> bool:
+        """Copy a request's written KV out, if that pays and fits; its blocks are still its own.
+
+        keep: requests whose KV is not dropped for it.
+        """
         sequence = request.sequence
         end = -(-sequence.num_written // self._block_size)
         first = next((i for i, b in enumerate(sequence.block_ids) if b != NULL_BLOCK), end)
@@ -152,7 +155,10 @@ class SwapSpace:
         if not self._note(self.policy.decide(end - first, sequence.num_written)):
             return False
         while self._used + num_bytes > self.max_bytes:
-            self.drop(next(iter(self._saved)))
+            oldest = next((other for other in self._saved if other not in keep), None)
+            if oldest is None:
+                return False
+            self.drop(oldest)
             self.stats.num_evicted += 1
         began = self._clock()
         try:
@@ -212,10 +218,10 @@ class SwapSpace:
         if saved is not None:
             self._used -= saved.num_bytes
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._saved.clear()
-        self._used = 0
+    def clear(self, keep: Collection[Request] = ()) -> None:
+        """Forget all but the KV of the requests in ``keep``."""
+        for request in [other for other in self._saved if other not in keep]:
+            self.drop(request)
 
     def _note(self, decision: Decision) -> bool:
         self.last = decision

@@ -25,7 +25,7 @@ def run(engine: KVEngine) -> KVEngine:
     return engine
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32),
     window=st.sampled_from([None, 1, 2, 4, 5, 9, 16]),

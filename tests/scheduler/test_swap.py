@@ -1,14 +1,14 @@
-"""The swap space and its policy: which bytes, how many, and when copying pays."""
+"""The swap space: which bytes, how many, and where they come back to."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 import torch
 
+from pagedraft.model.block_pool import BlockPool
+from pagedraft.scheduler.prefix import Prefixes
 from pagedraft.scheduler.swap import PROBE_BLOCKS, PROBE_REPEATS, SwapSpace
-from pagedraft.scheduler.swap_policy import CopyTime, SwapPolicy
+from pagedraft.scheduler.swap_policy import SwapPolicy
 from pagedraft.tests.scheduler.fake_engine import BLOCK, FakeRequest, fake_request
 
 BLOCK_BYTES = BLOCK * 8
@@ -133,6 +133,18 @@ def test_the_oldest_go_first_and_what_is_too_big_drops_nobody() -> None:
     assert swap.num_bytes == swap.max_bytes
 
 
+def test_what_is_kept_is_not_dropped_for_others() -> None:
+    """An interrupted step may leave admitted requests that wait for their copy."""
+    swap = swap_of(Pool(), 4)
+    first, second, third = (running(index, [1, 2], 8) for index in range(3))
+    assert [swap.save(request) for request in (first, second)] == [True, True]
+    assert swap.save(third, keep={first: 0})
+    assert [swap.find(r, 0) is not None for r in (first, second, third)] == [True, False, True]
+    assert not swap.save(second, keep={first: 0, third: 0})
+    swap.clear(keep={first: 0})
+    assert (len(swap), swap.num_bytes) == (1, 2 * BLOCK_BYTES)
+
+
 def test_saving_again_replaces() -> None:
     swap = swap_of(Pool(), 4)
     request = running(0, [1, 2, 3], 12)
@@ -191,6 +203,55 @@ def test_bad_sizes_are_named(max_bytes) -> None:
         SwapSpace([Pool()], max_bytes)
 
 
+@pytest.fixture
+def resumed() -> tuple[Prefixes, FakeRequest]:
+    """A request of 14 written tokens that was preempted, lost its blocks and is admitted again."""
+    pool = BlockPool(20, BLOCK)
+    prefixes = Prefixes(pool, swap=swap_of(Pool(), 100))
+    request = fake_request(0, range(15))
+    prefixes.attach(request)
+    request.block_ids.extend(pool.allocate("r0", 4))
+    request.sequence.num_written = 14
+    prefixes.publish(request)
+    prefixes.retire(request)
+    pool.free("other", pool.allocate("other", pool.num_free))
+    prefixes.attach(request)
+    assert (request.num_written, request.block_ids, pool.kept) == (14, [], frozenset())
+    request.block_ids.extend(pool.allocate("r0", 4))
+    return prefixes, request
+
+
+def test_nothing_is_published_before_it_is_copied_back(resumed) -> None:
+    prefixes, request = resumed
+    prefixes.publish(request)
+    assert prefixes._pool.kept == frozenset()
+    prefixes.restore()
+    prefixes.publish(request)
+    assert prefixes._pool.kept == set(request.block_ids[:3])
+
+
+def test_a_reset_leaves_the_copy_that_an_admitted_request_waits_for(resumed) -> None:
+    prefixes, request = resumed
+    prefixes.clear()
+    prefixes.restore()
+    assert prefixes.swap.stats.tokens_in == 14
+    prefixes.publish(request)
+    assert prefixes._pool.kept == frozenset()
+
+
+@pytest.mark.parametrize("end", ["retire", "detach"])
+def test_the_host_copy_outlives_an_admission_that_fails(resumed, end: str) -> None:
+    prefixes, request = resumed
+    getattr(prefixes, end)(request)
+    prefixes.restore()
+    assert len(prefixes.swap) == 1
+    prefixes.attach(request)
+    assert request.num_written == 14
+    request.finished = True
+    prefixes.forget(request)
+    assert len(prefixes.swap) == 0
+
+
 class Ticks:
     """A clock on which each look takes a second."""
 
@@ -218,68 +279,9 @@ def test_the_probe_measures_and_changes_nothing(num_blocks: int) -> None:
 def test_stats_count_seconds_saved() -> None:
     pool = Pool()
     swap = SwapSpace([pool], 10_000, SwapPolicy(True), clock=Ticks())
-    swap.policy.record_prompt(10, 5.0)
+    swap.policy.record_step(10, 5.0)
     request = running(0, [1, 2, 3, 4], 14)
     swap.save(request)
     swap.restore(request, 1)
     assert (swap.stats.seconds_out, swap.stats.seconds_in) == (1.0, 1.0)
     assert swap.stats.seconds_saved == pytest.approx(10 * 0.5 - 2.0)
-
-
-COPIES = {
-    "none": ([], 5, 0.0),
-    "one size": ([(4, 2.0), (4, 2.0)], 8, 4.0),
-    "fixed and by the block": ([(1, 3.0), (8, 10.0)], 20, 22.0),
-    "by the block alone": ([(1, 1.0), (8, 8.0)], 16, 16.0),
-    "more than in proportion": ([(1, 0.0), (8, 8.0)], 8, 8 * 64 / 64.9),
-    "a faster big one": ([(1, 4.0), (8, 1.0)], 9, (3.6 + 1) / 1.9),
-    "nothing copied": ([(0, 5.0)], 3, 0.0),
-}
-
-
-@pytest.mark.parametrize("copies, num_blocks, seconds", COPIES.values(), ids=COPIES)
-def test_copy_time(copies, num_blocks: int, seconds: float) -> None:
-    time = CopyTime()
-    for count, taken in copies:
-        time.record(count, taken)
-    assert time.seconds(num_blocks) == pytest.approx(seconds)
-    assert min(time.line) >= 0
-
-
-def measured(forced: bool | None = None, per_token: float = 1.0) -> SwapPolicy:
-    """A block takes 1 s out and 2 s back."""
-    policy = SwapPolicy(forced)
-    policy.out.record(1, 1.0)
-    policy.back.record(1, 2.0)
-    policy.record_prompt(10, 10 * per_token)
-    return policy
-
-
-# policy, blocks, tokens -> copies out and back, back alone, why
-DECISIONS = {
-    "cheaper": (measured(), 2, 7, True, True, "copying is cheaper: 6000.00 ms to copy 2 blocks"),
-    "as dear": (measured(), 2, 6, False, True, "recomputing is cheaper: .* recompute 6 tokens"),
-    "back is dear, too": (measured(), 2, 4, False, False, "recomputing is cheaper"),
-    "forced": (measured(True), 9, 1, True, True, "forced"),
-    "forbidden": (measured(False), 1, 99, False, False, "forced"),
-    "nothing measured": (SwapPolicy(), 1, 99, False, False, "no prompt tokens measured yet"),
-}
-
-
-@pytest.mark.parametrize(
-    "policy, blocks, tokens, out, back, why", DECISIONS.values(), ids=DECISIONS
-)
-def test_decisions(policy, blocks, tokens, out, back, why) -> None:
-    assert policy.decide(blocks, tokens).swaps == out
-    assert policy.decide_back(blocks, tokens).swaps == back
-    assert re.search(why, policy.decide(blocks, tokens).reason)
-
-
-def test_prompt_measurements_fade_and_count_by_tokens() -> None:
-    policy = SwapPolicy()
-    policy.record_prompt(0, 7.0)
-    assert policy.seconds_per_token is None
-    policy.record_prompt(1, 100.0)
-    for _ in range(100):
-        policy.record_prompt(64, 6.4)
-    assert policy.seconds_per_token == pytest.approx(0.1, rel=1e-3)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from pagedraft.decoding.params import SamplingParams
+from pagedraft.decoding.sequence import Sequence
 from pagedraft.kernels.dispatch import INTERPRETED, use_implementation
 from pagedraft.kernels.paged_attention import paged_attention
 from pagedraft.model.block_pool import BlockPool
+from pagedraft.scheduler.admission import check_request
 from pagedraft.scheduler.prefix import Prefixes
+from pagedraft.scheduler.request import Request
 from pagedraft.scheduler.window import Window
 from pagedraft.tests.inputs import paged_case
 from pagedraft.tests.kernels.attention import arguments
@@ -205,7 +210,7 @@ ATTENTION = {
 }
 
 
-INTERPRETED_CASES = ["decode", "drafts", "a window of one", "int8"]  # the others take seconds
+INTERPRETED_CASES = ["drafts", "a window of one", "int8"]  # the others take seconds
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -237,3 +242,29 @@ def check_attention(name: str, implementation: str) -> None:
             outputs.append(paged_attention(*arguments(which), window=window, **bounds, **scales))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
     assert torch.isfinite(outputs[1]).all()
+
+
+# total tokens of a request, usable blocks, window, span -> whether it can run
+FITS = {
+    "all of it": (40, 10, None, 8, True),
+    "too long": (41, 10, None, 8, False),
+    "too long, with a window": (41, 10, 8, 8, True),
+    "a step that is too long": (80, 10, 8, 40, False),
+    "a window that is too long": (80, 10, 40, 1, False),
+    "a short one under a long window": (40, 10, 100, 100, True),
+}
+
+
+@pytest.mark.parametrize("total, num_usable, window, span, fits", FITS.values(), ids=FITS)
+def test_admission(total: int, num_usable: int, window: int | None, span: int, fits: bool) -> None:
+    pool = BlockPool(num_usable + 1, BLOCK)
+    request = Request(
+        "r",
+        Sequence([1, 2, 3], 3, 0.0, 0),
+        SamplingParams(max_tokens=total - 3),
+        frozenset(),
+        max_context=1000,
+    )
+    refused = pytest.raises(ValueError, match=f"need .* KV blocks .* the pool has {num_usable}")
+    with nullcontext() if fits else refused:
+        check_request(request, 97, pool, Window(pool, window), span)
