@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedraft.decoding.cost_filter import CostFilter
+from pagedraft.decoding.cost_filter import NUM_FIRST, CostFilter
 
 NODES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 NUM_NODES = len(NODES)
@@ -38,6 +38,7 @@ STD_STEP = 0.05  # the same, where the rise is nothing: tiles
 PRIOR_TERMS = (0.02, 0.05, 0.01)  # a row more; 1000 tokens of context; 1000 pairs
 STD_TERMS = (0.05, 0.1, 0.02)
 FIRST_NOISE = 0.15
+GROWTH = 3  # at most so many times the tokens of the largest step measured: a tile may end there
 MARGIN = 2.0  # standard deviations kept between what is expected and what is allowed
 LEAST = 0.05  # what any step costs
 
@@ -69,6 +70,7 @@ class StepTime:
         self._rows_N = np.arange(len(SIZES))
         prior_S = np.array([*(1.0 + PRIOR_TOKEN * (self._nodes - 1.0)), *PRIOR_TERMS])
         self._filter = CostFilter(prior_S, _prior_shape(), FIRST_NOISE)
+        self._largest = 0  # tokens of a step that was measured
 
     @property
     def num_recorded(self) -> int:
@@ -88,21 +90,27 @@ class StepTime:
         weights_S = self._weights(load)
         predicted = max(LEAST, float(weights_S @ self._filter.mean_S))
         self._filter.record(weights_S, predicted, seconds)
+        if self.num_recorded > NUM_FIRST:  # the first ones set the scale and say nothing of sizes
+            self._largest = max(self._largest, load.tokens)
 
     def most_tokens(self, seconds: float, load: Load, context: int) -> int:
         """Tokens that a prompt at position ``context`` may add to ``load`` within ``seconds``.
 
-        At most the last of SIZES; 0 where not even ``load`` fits, and before any measurement.
+        At most the last of SIZES, and no more than makes a step GROWTH times the largest so far. 0
+        where not even ``load`` fits, and before any measurement.
         """
         if self.num_recorded == 0 or not seconds > 0.0:
             return 0
         allowed = seconds / self._filter.scale
         highest = self._highest(load, context).tolist()
         upper = bisect_right(highest, allowed)
-        if upper == 0 or upper == len(SIZES):
-            return SIZES[0] if upper == 0 else SIZES[-1]
-        share = (allowed - highest[upper - 1]) / (highest[upper] - highest[upper - 1])
-        return int(SIZES[upper - 1] + share * (SIZES[upper] - SIZES[upper - 1]))
+        if upper == 0:
+            return 0
+        size = float(SIZES[upper - 1])
+        if upper < len(SIZES):
+            share = (allowed - highest[upper - 1]) / (highest[upper] - highest[upper - 1])
+            size += share * (SIZES[upper] - size)
+        return max(0, min(int(size), GROWTH * self._largest - load.tokens))
 
     def _highest(self, load: Load, context: int) -> np.ndarray:
         """What steps with chunks of SIZES may take, margin included, in units of the scale."""

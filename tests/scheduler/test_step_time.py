@@ -150,8 +150,17 @@ def test_no_time_lets_nothing_in(seconds):
 def test_all_the_time_lets_everything_in():
     time = StepTime()
     learn(time, cpu, 50)
+    assert time.most_tokens(math.inf, DECODING, 0) == 3 * chunk(128).tokens - DECODING.tokens
+    time.record(chunk(8000), cpu(chunk(8000)))
     assert time.most_tokens(math.inf, DECODING, 0) == SIZES[-1]
     assert time.most_tokens(1e9, DECODING, 0) == SIZES[-1]
+
+
+def test_steps_grow_by_little_at_once():
+    """All sizes cost the same so far; where a tile ends nobody knows."""
+    time = StepTime()
+    [time.record(chunk(8), 0.01) for _ in range(100)]
+    assert time.most_tokens(0.03, DECODING, 0) <= 32
 
 
 def test_more_time_never_lets_less_in():
