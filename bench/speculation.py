@@ -149,14 +149,13 @@ def run(options: argparse.Namespace, device: torch.device) -> list[Speeds]:
     folder = resolve_model(options.model)
     llm = LLM(folder, dtype="bf16", device=device, speculate="off", kv_tokens=64)
     shared: dict[str, Any] = {"dtype": "bf16", "device": device, "kv_tokens": 8192}
-    drafters = list(options.drafters)
+    drafters: dict[str, dict[str, Any]] = dict.fromkeys(options.drafters, shared)
     if options.draft is not None:
-        shared["draft"] = resolve_model(options.draft)
-        drafters.append("draft")
+        drafters["draft"] = {**shared, "draft": resolve_model(options.draft)}
     lengths = (PLAIN, *options.fixed, AUTO)
     results = []
-    for drafter in drafters:
-        bench = Bench(llm, drafter, options.tokens, shared)
+    for drafter, options_of in drafters.items():
+        bench = Bench(llm, drafter, options.tokens, options_of)
         for text in texts(llm, options.prompts):
             results.append(bench.measure(text, options.rounds, lengths))
             print(f"{drafter}, {text.name}: done", file=sys.stderr)

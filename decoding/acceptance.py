@@ -11,7 +11,10 @@ tells whether a draft for its position would have been accepted, under every acc
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +24,8 @@ DEPTH_EDGES = (1, 2, 3, 4, 8)  # classes of depth: 0, 1, 2, 3, 4 to 7, 8 and dee
 EVIDENCE_EDGES = (1, 3, 5, 9, 17)  # classes of evidence: 0, 1-2, 3-4, 5-8, 9-16, 17 and more
 NUM_CLASSES = len(DEPTH_EDGES) + 1
 NUM_EVIDENCE = len(EVIDENCE_EDGES) + 1
-DEPTH_CLASS = tuple(bisect_right(DEPTH_EDGES, depth) for depth in range(64))
+NUM_DEPTHS = 64
+DEPTH_CLASS = tuple(bisect_right(DEPTH_EDGES, depth) for depth in range(NUM_DEPTHS))
 EVIDENCE_CLASS = tuple(bisect_right(EVIDENCE_EDGES, n) for n in range(EVIDENCE_EDGES[-1] + 1))
 
 # What nobody has tried yet, by class of evidence: the first draft, and those behind a right one.
@@ -32,6 +36,7 @@ OWN_DECAY = 0.95  # per proposal: a request remembers about 20 of each kind
 OWN_TRIALS = 8.0  # trials that the engine-wide estimate is worth to a request
 MAX_WATCHES = 4  # of a request and drafter: about 1 us a step each
 ODDS_LIMITS = (0.02, 50.0)
+FEW = 16  # rows whose estimates are made one by one
 HUGE = 1e100  # a weight beyond it is scaled back to 1
 
 _WEIGHT = 2 * NUM_CLASSES
@@ -65,37 +70,34 @@ class Cell:
 
     def age(self) -> None:
         """Let a new proposal begin."""
-        weight = self.values[_WEIGHT] / self.decay
-        if weight > HUGE:
-            self.values = [value / weight for value in self.values]
-            weight = 1.0
-        self.values[_WEIGHT] = weight
+        values = self.values
+        values[_WEIGHT] /= self.decay
+        if values[_WEIGHT] > HUGE:
+            values[:] = [value / values[_WEIGHT] for value in values]
 
 
 class CommonCell(Cell):
     """The cell of all requests, and the probability of a hit by class of depth that it gives."""
 
-    __slots__ = ("_estimates", "priors")
+    __slots__ = ("_estimates", "has_changed", "priors")
 
     def __init__(self, evidence_class: int) -> None:
         super().__init__(TABLE_DECAY)
         self.priors = _PRIORS[evidence_class]
-        self._estimates: list[float] | None = None
+        self.has_changed = True
+        self._estimates: list[float] = []
 
     def estimates(self) -> list[float]:
         """Probability by class of depth."""
-        if self._estimates is None:
+        if self.has_changed:
             values = self.values
             trials = PRIOR_TRIALS * values[_WEIGHT]
             self._estimates = [
                 (values[i] + trials * prior) / (values[NUM_CLASSES + i] + trials)
                 for i, prior in enumerate(self.priors)
             ]
+            self.has_changed = False
         return self._estimates
-
-    def changed(self) -> None:
-        """Trials were added."""
-        self._estimates = None
 
 
 class AcceptanceTable:
@@ -156,27 +158,28 @@ class _Record:
 
     def count(self, evidence_class: int, start: int, num_hits: int, num_misses: int) -> None:
         """Add trials of one proposal from depth ``start`` on: hits, then a miss if there was."""
-        own, common = self.pair(evidence_class)
-        tally, expected = self.tally, 0.0
+        own, common = self.cells[evidence_class] or self.pair(evidence_class)
+        tally = self.tally
         if start == 0:
             own.age()
             common.age()
-            tally[:] = [OWN_DECAY * value for value in tally]
+            tally[0] *= OWN_DECAY
+            tally[1] *= OWN_DECAY
+            tally[2] *= OWN_DECAY
         values, shared, priors = own.values, common.values, common.priors
         weight, shared_weight = values[_WEIGHT], shared[_WEIGHT]
         trials, end = PRIOR_TRIALS * shared_weight, start + num_hits
         for depth in range(start, end + num_misses):
-            hit = DEPTH_CLASS[depth] if depth < len(DEPTH_CLASS) else NUM_CLASSES - 1
+            hit = DEPTH_CLASS[depth] if depth < NUM_DEPTHS else NUM_CLASSES - 1
             tried = hit + NUM_CLASSES
-            expected += (shared[hit] + trials * priors[hit]) / (shared[tried] + trials)
+            tally[1] += (shared[hit] + trials * priors[hit]) / (shared[tried] + trials)
             values[tried] += weight
             shared[tried] += shared_weight
             if depth < end:
                 values[hit] += weight
                 shared[hit] += shared_weight
-        common.changed()
+        common.has_changed = True
         tally[0] += num_hits
-        tally[1] += expected
         tally[2] += num_hits + num_misses
 
     def follow(self, tokens: list[int]) -> None:
@@ -228,7 +231,8 @@ class Acceptance:
 
     def worth(self, name: str, evidence: int, num_drafts: int) -> list[float]:
         """For each draft the probability that it and all those before it are accepted."""
-        return worth_of([(self, name, evidence)], [num_drafts], num_drafts)[0].tolist()
+        worth_EK = worth_of([(self, name, evidence, num_drafts)], num_drafts)
+        return [float(worth) for worth in worth_EK[0]]
 
     def record(self, name: str, evidence: int, num_drafted: int, num_accepted: int) -> None:
         """Note verified drafts; those behind the first rejected one say nothing."""
@@ -262,55 +266,79 @@ class Acceptance:
         return record
 
 
-def worth_of(
-    asked: Seq[tuple[Acceptance, str, int]], counts: Seq[int], num_drafts: int
-) -> np.ndarray:
-    """For each (request, drafter, evidence) and each of its drafts: how likely it and all before it
-    are accepted; float64 [len(asked), num_drafts], 0 beyond the row's count."""
-    depth_K = np.minimum(np.arange(num_drafts), len(DEPTH_CLASS) - 1)
-    worth_EK = np.cumprod(_estimates(asked)[:, _CLASSES[depth_K]], axis=1)
-    worth_EK[np.arange(num_drafts) >= np.asarray(counts)[:, None]] = 0.0
+def worth_of(asked: Seq[tuple[Acceptance, str, int, int]], num_drafts: int) -> np.ndarray:
+    """How likely each draft and all before it are accepted; float64 [len(asked), num_drafts].
+
+    asked: (request's record, drafter, evidence, drafts); the worth beyond so many drafts is 0.
+    """
+    depth_K, class_K = _depths(num_drafts)
+    worth_EK = _estimates(asked).take(class_K, axis=1).cumprod(axis=1)
+    worth_EK *= depth_K < np.array([one[3] for one in asked])[:, None]
     return worth_EK
 
 
-def _estimates(asked: Seq[tuple[Acceptance, str, int]]) -> np.ndarray:
+@lru_cache(maxsize=32)
+def _depths(num_drafts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Depths of drafts, and their classes."""
+    depth_K = np.arange(num_drafts)
+    return depth_K, np.array(DEPTH_CLASS)[np.minimum(depth_K, NUM_DEPTHS - 1)]
+
+
+def _estimates(asked: Seq[tuple[Acceptance, str, int, int]]) -> np.ndarray:
     """Own hits and trials shrunk towards the table's estimate, by class of depth; [E, classes].
 
-    Where a request does better or worse than others, with other evidence or at one depth, it is
-    likely to do so at the next: half of the difference in log odds carries over to the prior.
+    Of many rows at once; a few are faster one by one.
     """
-    flat: list[float] = []
-    for acceptance, name, evidence in asked:
+    rows: list[list[float]] = []
+    commons: dict[CommonCell, int] = {}
+    places = []
+    for acceptance, name, evidence, _ in asked:
         record = acceptance.of(name)
-        own, common = record.pair(_evidence_class(evidence))
-        flat += own.values
-        flat += common.estimates()
-        flat += record.tally
-    table_VE = np.array(flat).reshape(len(asked), -1).T.copy()
-    hits_CE, tried_CE = table_VE[: 2 * NUM_CLASSES].reshape(2, NUM_CLASSES, -1) / table_VE[_WEIGHT]
-    prior_CE = table_VE[_WEIGHT + 1 : -3]
-    prior_odds_CE = prior_CE / (1.0 - prior_CE)
-    trials_CE = tried_CE + OWN_TRIALS
-    own_CE = np.empty_like(prior_CE)
-    ratio_E = _odds(*table_VE[-3:])
-    rows = zip(own_CE, prior_odds_CE, hits_CE, trials_CE, strict=True)
-    for own, prior_odds, hits, trials in rows:
-        odds = np.sqrt(np.minimum(np.maximum(ratio_E, ODDS_LIMITS[0]), ODDS_LIMITS[1]))
-        odds *= prior_odds
-        np.divide(hits + OWN_TRIALS * (odds / (1.0 + odds)), trials, out=own)
-        ratio_E = own / ((1.0 - own) * prior_odds)
-    return own_CE.T
+        evidence_class = _evidence_class(evidence)
+        own, common = record.cells[evidence_class] or record.pair(evidence_class)
+        rows.append([*own.values, *record.tally])
+        places.append(commons.setdefault(common, len(commons)))
+    priors = [common.estimates() for common in commons]
+    if len(asked) < FEW:
+        pairs = zip(rows, places, strict=True)
+        return np.array([_shrunk(row, priors[place], _clip_one) for row, place in pairs])
+    own_VE = np.array(rows).T
+    return np.array(_shrunk(own_VE, np.array(priors).T[:, places], _clip_all)).T
 
 
-def _odds(hits: np.ndarray, expected: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """Odds of a hit over those expected, shrunk to 1."""
-    shrunk = OWN_TRIALS / 2
-    odds = (hits + shrunk) / (tried - hits + shrunk)
-    return odds * (tried + OWN_TRIALS - expected - shrunk) / (expected + shrunk)
+def _shrunk(own_V: Any, prior_C: Any, clip: Callable[[Any], Any]) -> list[Any]:
+    """Estimates by class of depth, of numbers or arrays.
+
+    They are (hits + OWN_TRIALS * prior) / (trials + OWN_TRIALS). Where a request does better or
+    worse than others, with other evidence or at one depth, it is likely to do so at the next: half
+    of the difference in log odds carries over to the prior.
+    own_V: values of a cell, then a record's tally.
+    """
+    weight, (hits, expected, tried) = own_V[_WEIGHT], own_V[_WEIGHT + 1 :]
+    half = OWN_TRIALS / 2
+    ratio = (hits + half) / (tried - hits + half)
+    ratio = ratio * (tried - expected + half) / (expected + half)
+    estimates = []
+    for i in range(NUM_CLASSES):
+        hits = own_V[i] / weight
+        misses = own_V[NUM_CLASSES + i] / weight - hits
+        common = prior_C[i] / (1.0 - prior_C[i])
+        prior = common * clip(ratio) ** 0.5
+        odds = (hits + (hits + OWN_TRIALS) * prior) / (misses + OWN_TRIALS + misses * prior)
+        estimates.append(odds / (1.0 + odds))
+        ratio = odds / common
+    return estimates
 
 
-_CLASSES = np.array(DEPTH_CLASS)
+def _clip_one(ratio: float) -> float:
+    return min(max(ratio, ODDS_LIMITS[0]), ODDS_LIMITS[1])
+
+
+def _clip_all(ratio_E: np.ndarray) -> np.ndarray:
+    return np.minimum(np.maximum(ratio_E, ODDS_LIMITS[0]), ODDS_LIMITS[1])
 
 
 def _evidence_class(evidence: int) -> int:
-    return EVIDENCE_CLASS[min(max(0, evidence), EVIDENCE_EDGES[-1])]
+    if evidence >= EVIDENCE_EDGES[-1]:
+        return NUM_EVIDENCE - 1
+    return EVIDENCE_CLASS[evidence] if evidence >= 0 else 0

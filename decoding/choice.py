@@ -59,15 +59,11 @@ def unweighed(k: int | str, limit: int, offers: Mapping[str, Proposal], models: 
         return OFF
     if limit <= 0:
         return NO_ROOM
-    for name, offer in offers.items():
-        if offer.tokens:
-            drafter, limit = name, min(limit, len(offer.tokens))
-            break
-    else:
-        if not models:
-            return NONE_FOUND
-        drafter = models[0]
-    return fixed(drafter, min(k, limit)) if isinstance(k, int) else UNDECIDED
+    found = [(name, len(offer.tokens)) for name, offer in offers.items() if offer.tokens]
+    if not found and not models:
+        return NONE_FOUND
+    drafter, count = found[0] if found else (models[0], limit)
+    return UNDECIDED if isinstance(k, str) else fixed(drafter, min(k, limit, count))
 
 
 @lru_cache(maxsize=1024)
@@ -113,9 +109,8 @@ class Drafts:
 
     def of(self, name: str) -> list[int]:
         """Drafts of each row that the drafter drafts for."""
-        return [
-            k for k, other in zip(self.ks, self.lineup.names, strict=True) if k and other == name
-        ]
+        rows = zip(self.ks, self.lineup.names, strict=True)
+        return [k for k, other in rows if k and other == name]
 
     def choices(self, reason: str) -> list[tuple[int, Choice]]:
         """The rows that draft, and the choice of each."""
@@ -132,37 +127,54 @@ def lineups(rows: Seq[Row], undecided: Seq[int], max_drafts: int, least: float) 
     A row takes the drafter from which most is expected, so at most one model runs in a step.
     least: drafts that are worth no more are left out.
     """
-    candidates = [
-        (i, name, offer.evidence, min(rows[i].limit, len(offer.tokens)))
-        for i in undecided
-        for name, offer in rows[i].offers.items()
-        if offer.tokens
-    ]
-    num_offers = len(candidates)
-    candidates += [(i, name, 0, rows[i].limit) for i in undecided for name in rows[i].models]
-    asked = [(rows[i].acceptance, name, evidence) for i, name, evidence, _ in candidates]
-    worth_EK = worth_of(asked, [count for *_, count in candidates], max_drafts)
-    strengths = worth_EK.sum(axis=1).tolist()
-    worth_EK[worth_EK <= least] = 0.0
+    owners, asked, num_offers = _candidates(rows, undecided)
+    worth_EK = worth_of(asked, max_drafts)
+    strengths = worth_EK.sum(axis=1).tolist() if len(set(owners)) < len(owners) else []
+    worth_EK *= worth_EK > least
+    if not strengths and num_offers == len(owners):
+        return [Lineup(owners, [name for _, name, _, _ in asked], worth_EK)]
 
     def strongest(best: Mapping[int, int], others: Iterable[int]) -> dict[int, int]:
         best = dict(best)
         for e in others:
-            i = candidates[e][0]
+            i = owners[e]
             if i not in best or strengths[e] > strengths[best[i]]:
                 best[i] = e
         return best
 
     def lineup(best: Mapping[int, int], model: str | None = None) -> Lineup:
-        names = [candidates[e][1] for e in best.values()]
-        return Lineup(list(best), names, worth_EK[list(best.values())], model)
+        places = list(best.values())
+        return Lineup(list(best), [asked[e][1] for e in places], worth_EK[places], model)
 
     lookups = strongest({}, range(num_offers))
     ways = [lineup(lookups)]
-    for model in dict.fromkeys(name for _, name, *_ in candidates[num_offers:]):
-        own = (e for e in range(num_offers, len(candidates)) if candidates[e][1] == model)
+    for model in dict.fromkeys(name for _, name, _, _ in asked[num_offers:]):
+        own = (e for e in range(num_offers, len(asked)) if asked[e][1] == model)
         ways.append(lineup(strongest(lookups, own), model))
     return ways
+
+
+def _candidates(
+    rows: Seq[Row], undecided: Seq[int]
+) -> tuple[list[int], list[tuple[Acceptance, str, int, int]], int]:
+    """The row and what to ask of acceptance for all lookups' offers, then for all models.
+
+    Also returns how many of them are offers.
+    """
+    owners: list[int] = []
+    asked: list[tuple[Acceptance, str, int, int]] = []
+    for i in undecided:
+        row = rows[i]
+        for name, offer in row.offers.items():
+            owners.append(i)
+            count = min(row.limit, len(offer.tokens))
+            asked.append((row.acceptance, name, offer.evidence, count))
+    num_offers = len(owners)
+    for i in undecided:
+        for name in rows[i].models:
+            owners.append(i)
+            asked.append((rows[i].acceptance, name, 0, rows[i].limit))
+    return owners, asked, num_offers
 
 
 def best_drafts(

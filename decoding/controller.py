@@ -75,7 +75,9 @@ class DraftController:
     def choose(self, rows: Seq[Row], num_other_tokens: int = 0) -> list[Choice]:
         """One choice a row. num_other_tokens: what the step feeds besides (prompt chunks)."""
         choices = [
-            unweighed(
+            UNDECIDED
+            if row.fixed_k is None and self.k == "auto" and row.offers and row.limit > 0
+            else unweighed(
                 self.k if row.fixed_k is None else row.fixed_k, row.limit, row.offers, row.models
             )
             for row in rows
@@ -84,18 +86,8 @@ class DraftController:
         if undecided and self.cost.num_recorded >= PLAIN_STEPS:
             num_fed = len(rows) + num_other_tokens + sum(choice.k for choice in choices)
             self._decide(rows, undecided, choices, num_fed)
-        self.chose(choices, num_other_tokens)
+        self._note(choices, num_other_tokens)
         return choices
-
-    def chose(self, choices: Seq[Choice], num_other_tokens: int = 0) -> None:
-        """Note the choices of a step, whoever made them."""
-        drafters, ks, reasons, expected = zip(*choices, strict=True) if choices else ((),) * 4
-        self._report.chose(zip(drafters, ks, reasons, strict=True))
-        for name in self._idle.keys() & set(drafters):
-            self._idle[name] = 0.0
-        is_weighed = all(k == 0 or reason != FIXED for k, reason in zip(ks, reasons, strict=True))
-        num_fed = len(choices) + num_other_tokens + sum(ks)
-        self._expected = (num_fed, sum(expected) if is_weighed else None)
 
     def record_step(
         self,
@@ -141,6 +133,21 @@ class DraftController:
     def clear_report(self) -> None:
         """Begin a new report; what was learnt stays."""
         self._report = ControllerReport()
+
+    def _note(self, choices: Seq[Choice], num_other_tokens: int) -> None:
+        """Keep what the choices of a step lead to expect."""
+        if not choices:
+            return
+        drafters, ks, reasons, expected = zip(*choices, strict=True)
+        self._report.chose(zip(drafters, ks, reasons, strict=True))
+        for name in self._idle:
+            if name in drafters:
+                self._idle[name] = 0.0
+        num_fixed = 0
+        if FIXED in reasons:
+            num_fixed = sum(k for k, why in zip(ks, reasons, strict=True) if why == FIXED)
+        num_fed = len(choices) + num_other_tokens + sum(ks)
+        self._expected = (num_fed, sum(expected) if num_fixed == 0 else None)
 
     def _decide(
         self, rows: Seq[Row], undecided: list[int], choices: list[Choice], num_fed: int

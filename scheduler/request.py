@@ -37,11 +37,15 @@ class Decision(NamedTuple):
     reason: str
 
 
+Pass = tuple[str | None, int, int, int, str]
+
+
 @dataclass
 class RequestStats:
     """What one request cost. Times are ``time.perf_counter`` seconds.
 
     emissions: (time, number of tokens) of every target pass that emitted tokens.
+    passes: a Decision's fields for every target pass that ended in a draw.
     num_cached_tokens: context tokens whose KV the prefix cache had, summed over admissions.
     num_preemptions: how often its KV was dropped and recomputed.
     drafter_errors: messages of drafters that failed and were turned off for this request.
@@ -52,44 +56,40 @@ class RequestStats:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     drafter_errors: list[str] = field(default_factory=list)
-    _decided: list[tuple[str | None, int, int, int, str]] = field(default_factory=list)
-
-    def record(self, decision: tuple[str | None, int, int, int, str]) -> None:
-        """Note what became of one pass's drafts: the fields of a ``Decision``."""
-        self._decided.append(decision)
+    passes: list[Pass] = field(default_factory=list)
 
     @property
     def decisions(self) -> list[Decision]:
-        """One for every target pass that ended in a draw; made anew at each call."""
-        return [Decision(*decided) for decided in self._decided]
+        """The passes with names; made anew at each call."""
+        return [Decision(*one) for one in self.passes]
 
     @property
     def drafted(self) -> list[int]:
         """Drafts verified, by draft position (index 0 is the first draft)."""
-        lengths = Counter(drafted for _, _, drafted, _, _ in self._decided)
+        lengths = Counter(drafted for _, _, drafted, _, _ in self.passes)
         return _reached(lengths, max(lengths, default=0))
 
     @property
     def accepted(self) -> list[int]:
         """Drafts that counted, by draft position, for all positions that were drafted."""
-        most = max((drafted for _, _, drafted, _, _ in self._decided), default=0)
-        return _reached(Counter(accepted for _, _, _, accepted, _ in self._decided), most)
+        most = max((drafted for _, _, drafted, _, _ in self.passes), default=0)
+        return _reached(Counter(accepted for _, _, _, accepted, _ in self.passes), most)
 
     @property
     def num_drafts(self) -> int:
         """Target passes that verified drafts."""
-        return sum(drafted > 0 for _, _, drafted, _, _ in self._decided)
+        return sum(drafted > 0 for _, _, drafted, _, _ in self.passes)
 
     @property
     def skipped(self) -> dict[str, int]:
         """Why passes had no drafts: how often for each reason."""
-        return dict(Counter(reason for _, _, drafted, _, reason in self._decided if not drafted))
+        return dict(Counter(reason for _, _, drafted, _, reason in self.passes if not drafted))
 
     @property
     def drafters(self) -> dict[str, tuple[int, int]]:
         """Drafts verified and accepted, by drafter."""
         totals: dict[str, tuple[int, int]] = {}
-        for name, _, drafted, accepted, _ in self._decided:
+        for name, _, drafted, accepted, _ in self.passes:
             if name is not None:
                 before = totals.get(name, (0, 0))
                 totals[name] = (before[0] + drafted, before[1] + accepted)

@@ -18,13 +18,14 @@ from pagedraft.decoding.choice import NONE_FOUND, Row, unweighed
 from pagedraft.decoding.controller import DraftController
 from pagedraft.decoding.drafters.base import Drafter, Proposal, is_lookup
 from pagedraft.decoding.drafters.guard import Contexts, cut, free_safely, propose_safely
-from pagedraft.scheduler.request import OFF, PROMPT, RESTING, Request
+from pagedraft.scheduler.request import OFF, PROMPT, RESTING, Decision, Request
 
 # Asking lookups, weighing what they offer and learning from it takes time also where it comes to
 # nothing: 0.45 ms a step of 8 rows on 2 AVX512 cores, 0.17 ms with this rest. After so many passes
 # without drafts a request is asked at every fourth step only, until it drafts again.
 REST_AFTER, REST_STEPS = 16, 4
 
+PLAIN_PASS = Decision(None, 0, 0, 0, OFF.reason)
 # A request that decodes, and its drafts that could be kept, at most as many as anybody asks for.
 Decoding = tuple[Request, int]
 
@@ -62,7 +63,8 @@ class Speculation:
     @drafters.setter
     def drafters(self, drafters: dict[str, Drafter]) -> None:
         self._drafters = drafters
-        self._lookups = {name for name, drafter in drafters.items() if is_lookup(drafter)}
+        self._lookups = [name for name, drafter in drafters.items() if is_lookup(drafter)]
+        self._has_models = len(self._lookups) < len(drafters)
 
     def admit(self, request: Request) -> None:
         """Say which drafters a new request may use."""
@@ -139,7 +141,11 @@ class Speculation:
 
         Statistics count the tokens that the request keeps, of which there may be fewer.
         """
-        drafter, k, reason, _ = request.choice
+        choice = request.choice
+        if choice is OFF and not proposal.tokens:
+            request.stats.passes.append(PLAIN_PASS)
+            return
+        drafter, k, reason, _ = choice
         num_drafted, num_accepted = len(proposal.tokens), len(tokens) - 1
         if num_drafted == 0:
             drafter = None
@@ -149,7 +155,7 @@ class Speculation:
         if num_drafted != k:  # "no room": as many as the plan granted
             reason = "no room" if num_drafted == request.num_drafts else "nothing found"
         num_counted = num_accepted if num_accepted < num_kept else num_kept
-        request.stats.record((drafter, k, num_drafted, num_counted, reason))
+        request.stats.passes.append((drafter, k, num_drafted, num_counted, reason))
         if request.drafters and self._is_weighed(request):
             self._learn(request, proposal, tokens, drafter)
 
@@ -207,8 +213,10 @@ class Speculation:
     def _collect_offers(self, name: str, decoding: Seq[Decoding]) -> None:
         """Ask a lookup."""
         asked, limits = [], []
+        may_rest = self.controller.k == "auto"
         for request, limit in decoding:
-            if limit > 0 and name in request.drafters and not self._is_resting(request):
+            is_awake = not (may_rest and self._is_resting(request))
+            if limit > 0 and name in request.drafters and is_awake:
                 asked.append(request)
                 limits.append(limit)
         if not asked:
@@ -220,16 +228,17 @@ class Speculation:
     def _give_fixed(self, decoding: Seq[Decoding]) -> None:
         """As many drafts as were asked for."""
         default = self.controller.k
-        choices = []
         for request, limit in decoding:
             if request.drafters:
                 k = request.params.k
-                models = self._models(request)
-                choice = unweighed(default if k is None else k, limit, request.offers, models)
+                choice = unweighed(
+                    default if k is None else k,
+                    limit,
+                    request.offers,
+                    self._models(request) if self._has_models else (),
+                )
                 request.choice = choice
                 request.num_drafts = choice.k
-                choices.append(choice)
-        self.controller.chose(choices)
 
     def _weigh(self, decoding: Seq[Decoding], num_other_tokens: int) -> None:
         """As many drafts as pay, where the number is left to the controller."""
@@ -239,7 +248,7 @@ class Speculation:
                 limit,
                 request.params.k if request.drafters else 0,
                 request.offers,
-                self._models(request),
+                self._models(request) if self._has_models else (),
                 len(request.sequence.token_ids),
             )
             for request, limit in decoding
@@ -253,8 +262,6 @@ class Speculation:
 
     def _models(self, request: Request) -> Seq[str]:
         """The drafters that run a model and may draft for a request."""
-        if len(self._lookups) == len(self.drafters):
-            return ()
         return [name for name in request.drafters if name not in self._lookups]
 
     def _is_weighed(self, request: Request) -> bool:

@@ -122,7 +122,9 @@ class SuffixAutomaton:
         length = self._length[self._seen]
         if length < self.min_match:
             return NOTHING
-        return Proposal(run_on(self.tokens, self._end[self._seen], k), None, length)
+        end = self._end[self._seen]
+        drafts = self.tokens[end : end + k]
+        return Proposal(drafts if len(drafts) == k else run_on(self.tokens, end, k), None, length)
 
     def find(self, token_ids: Sequence[int]) -> Match:
         """The longest suffix of ``token_ids`` that was seen, and where it ended first."""

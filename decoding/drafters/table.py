@@ -54,7 +54,8 @@ def drafter_names(speculate: str, *, has_draft: bool) -> list[str]:
     """The names that ``speculate`` stands for: one, several as "draft+ngram", "auto" or "off".
 
     has_draft: whether there is a draft model. Raises ValueError for a name that is not known, is
-    given twice, or needs a draft model that is not there.
+    given twice, or needs a draft model that is not there, and for a draft model that nobody uses
+    (with "off" it may stay).
     """
     if not isinstance(speculate, str):
         raise TypeError(
@@ -79,6 +80,11 @@ def drafter_names(speculate: str, *, has_draft: bool) -> list[str]:
         raise ValueError(f"speculate: expected each drafter once, got {speculate!r}")
     if "draft" in names and not has_draft:
         raise ValueError('speculate: "draft" needs a draft model, got none')
+    if has_draft and "draft" not in names:
+        raise ValueError(
+            f'draft: expected no draft model where speculate has no "draft", got one with '
+            f"speculate={speculate!r}"
+        )
     return names
 
 

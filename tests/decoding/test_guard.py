@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from pagedraft.decoding.drafters.base import Proposal
-from pagedraft.decoding.drafters.guard import propose_safely
+from pagedraft.decoding.drafters.guard import Contexts, propose_safely
+from pagedraft.decoding.drafters.lookup import NgramDrafter
+from pagedraft.decoding.drafters.suffix import SuffixDrafter
+from pagedraft.decoding.drafters.suffix_automaton import SuffixAutomaton
 from pagedraft.decoding.sequence import Sequence
 
 VOCAB, CPU = 5, torch.device("cpu")
@@ -119,10 +122,40 @@ def _appends_and_raises(sequences, num_drafts):
     raise KeyError(3)
 
 
+def _cuts(sequences, num_drafts):
+    del sequences[0].token_ids[1:]
+    return [[3]]
+
+
+def _empties_and_raises(sequences, num_drafts):
+    sequences[0].token_ids.clear()
+    raise KeyError(3)
+
+
+def _replaces(sequences, num_drafts):
+    sequences[0].token_ids = [9, 9, 9]
+    return [[3]]
+
+
+def _deletes(sequences, num_drafts):
+    del sequences[0].token_ids
+    return [[3]]
+
+
+def _turns_the_end(sequences, num_drafts):
+    sequences[0].token_ids[-1] = 0
+    return [[3]]
+
+
 MEDDLERS = {
     "an error without words": (_unsayable, [], "Unsayable"),
     "a longer context": (_appends, [], "ValueError: says: changed token_ids"),
     "a longer context and an error": (_appends_and_raises, [], "ValueError: says: changed"),
+    "a shorter context": (_cuts, [], "ValueError: says: changed token_ids"),
+    "no context and an error": (_empties_and_raises, [], "ValueError: says: changed"),
+    "another context": (_replaces, [], "ValueError: says: changed"),
+    "no attribute": (_deletes, [], "ValueError: says: changed"),
+    "another last token": (_turns_the_end, [], "ValueError: says: changed"),
     "other counts": (lambda _, k: [[1] * k.pop()], [1, 1, 1], None),
     "larger counts": (lambda _, k: [[1] * 9] if k.append(9) is None else [], [1, 1, 1], None),
     "no sequences": (lambda s, _: [[1]] if s.clear() is None else [], [1], None),
@@ -132,9 +165,81 @@ MEDDLERS = {
 @pytest.mark.parametrize("name", MEDDLERS)
 def test_a_drafter_that_meddles(name):
     propose, tokens, message = MEDDLERS[name]
-    sequence = Sequence(token_ids=[1], num_prompt=1, temperature=1.0, seed=0)
+    token_ids = [1, 2, 4]
+    sequence = Sequence(token_ids=token_ids, num_prompt=1, temperature=1.0, seed=0)
     [proposal], errors = propose_safely(Meddler(propose), [sequence], [3], VOCAB, CPU)
     assert proposal.tokens == tokens
-    assert sequence.token_ids == [1]
+    assert sequence.token_ids is token_ids
+    assert token_ids == [1, 2, 4]
     assert (errors.get(0) or "").startswith(message or "")
     assert bool(errors) == (message is not None)
+
+
+def test_kept_contexts_grow_with_their_sequence():
+    """The context of a later call is restored too, and a call costs only what is new."""
+    contexts, calls = Contexts(), []
+    sequence = Sequence(token_ids=[1, 2], num_prompt=1, temperature=1.0, seed=0)
+
+    def propose(sequences, num_drafts):
+        calls.append(list(sequences[0].token_ids))
+        return _cuts(sequences, num_drafts) if len(calls) > 1 else [[3]]
+
+    options = (VOCAB, CPU, contexts)
+    assert propose_safely(Meddler(propose), [sequence], [3], *options)[1] == {}
+    sequence.append([3, 4])
+    assert list(propose_safely(Meddler(propose), [sequence], [3], *options)[1]) == [0]
+    assert sequence.token_ids == [1, 2, 3, 4]
+    assert calls == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4]]
+
+
+def test_what_was_cut_off_is_lost_without_the_copy(monkeypatch):
+    """Teeth: a copy that is the context itself restores nothing."""
+    monkeypatch.setattr(Contexts, "copy_of", lambda self, sequence: sequence.token_ids)
+    sequence = Sequence(token_ids=[1, 2, 4], num_prompt=1, temperature=1.0, seed=0)
+    propose_safely(Meddler(_cuts), [sequence], [3], VOCAB, CPU)
+    assert sequence.token_ids == [1]
+
+
+class TestTrust:
+    """Lookups of the project copy ids of the context; a class that inherits is checked as any."""
+
+    @pytest.mark.parametrize("lookup", [NgramDrafter, SuffixDrafter])
+    def test_a_subclass_is_not_trusted(self, lookup):
+        class Own(lookup):
+            def propose(self, sequences, num_drafts):
+                return [[VOCAB + 1] for _ in sequences]
+
+        sequence = Sequence(token_ids=[1], num_prompt=1, temperature=1.0, seed=0)
+        [proposal], errors = propose_safely(Own(), [sequence], [3], VOCAB, CPU)
+        assert (proposal.tokens, errors) == ([], {})
+
+    @pytest.mark.parametrize("lookup", [NgramDrafter, SuffixDrafter])
+    def test_what_lookups_say_would_pass(self, lookup):
+        class Checked(lookup):
+            pass
+
+        tokens = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3]
+        rows = [
+            Sequence(token_ids=tokens[:n], num_prompt=1, temperature=1.0, seed=0) for n in range(12)
+        ]
+        ks = [n % 5 for n in range(12)]
+        trusted = propose_safely(lookup(), rows, ks, VOCAB, CPU)
+        assert trusted == propose_safely(Checked(), rows, ks, VOCAB, CPU)
+        assert sum(map(len, (proposal.tokens for proposal in trusted[0]))) > 0
+
+    def test_rows_still_fail_alone(self, monkeypatch):
+        plain = SuffixAutomaton.propose
+
+        def fails_on_zeros(index, k):
+            if 0 in index.tokens:
+                raise ZeroDivisionError
+            return plain(index, k)
+
+        monkeypatch.setattr(SuffixAutomaton, "propose", fails_on_zeros)
+        rows = [
+            Sequence(token_ids=tokens, num_prompt=1, temperature=1.0, seed=0)
+            for tokens in ([1, 0], [1, 2, 1, 2])
+        ]
+        proposed, errors = propose_safely(SuffixDrafter(), rows, [2, 2], VOCAB, CPU)
+        assert [proposal.tokens for proposal in proposed] == [[], [1, 2]]
+        assert list(errors) == [0]

@@ -15,7 +15,7 @@ NAMES = {
     "auto with a draft model": ("auto", True, ["draft", "suffix"]),
     "auto without": ("auto", False, ["suffix"]),
     "one": ("layers", False, ["layers"]),
-    "a draft model is not used unless named": ("ngram", True, ["ngram"]),
+    "off with a draft model": ("off", True, []),
     "several": ("draft+ngram", True, ["draft", "ngram"]),
     "with commas and blanks": ("suffix, ngram", False, ["suffix", "ngram"]),
 }
@@ -28,6 +28,11 @@ REFUSED = {
     "a list": (["ngram"], True, r"speculate: expected text, .* got \['ngram'\]"),
     "twice": ("ngram+ngram", True, "speculate: expected each drafter once, got 'ngram.ngram'"),
     "auto in a list": ("auto+ngram", True, "'auto' stands alone, got 'auto.ngram'"),
+    "a draft model that nobody uses": (
+        "ngram+suffix",
+        True,
+        r"draft: expected no draft model .*, got one with speculate=.ngram\+suffix",
+    ),
     "no draft model": ("draft", False, 'speculate: "draft" needs a draft model, got none'),
     "no draft model in a list": ("ngram+draft", False, '"draft" needs a draft model, got none'),
 }

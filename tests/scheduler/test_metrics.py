@@ -13,7 +13,7 @@ from pagedraft.scheduler.request import Decision, RequestStats
 def stats_of(emissions, drafts=()) -> RequestStats:
     stats = RequestStats(submitted=1.0, emissions=list(emissions))
     for drafted, accepted in drafts:
-        stats.record(Decision("ngram", drafted, drafted, accepted, "fixed"))
+        stats.passes.append(Decision("ngram", drafted, drafted, accepted, "fixed"))
     return stats
 
 
