@@ -27,13 +27,14 @@ class Joined:
     """Streams, and a prompt that joined them.
 
     median_gap: of the streams before. gaps: of the streams, from then to the prompt's first token.
-    outputs: the streams' tokens, then the prompt's.
+    outputs: the streams' tokens, then the prompt's. itl_ms: the streams' target.
     """
 
     median_gap: float
     gaps: list[float]
     ttft: float
     outputs: list[list[int]] = field(repr=False)
+    itl_ms: float | None = None
 
     @property
     def largest(self) -> float:
@@ -79,31 +80,47 @@ def alone(llm: LLM, prompt: list[int]) -> tuple[float, list[int]]:
     return completion.stats.ttft, completion.token_ids
 
 
-def join(llm: LLM, prompt: list[int], streams: Sequence[list[int]], itl_ms: float | None) -> Joined:
-    """Let streams run for a while, then let a prompt arrive, and run until its first token."""
-    llm.reset_prefix_cache()
-    params = greedy(llm.target.config.max_positions - STREAM_PROMPT - 1)
-    requests = [llm.submit(stream, params, itl_ms=itl_ms) for stream in streams]
+def join(llm: LLM, prompt: list[int], streams: Sequence[list[int]], factor: float | None) -> Joined:
+    """Let streams run for a while, then let a prompt arrive, and run until its first token.
+
+    factor: the streams' target over their median gap, which is measured right before; None: none.
+    """
+    itl_ms = None
+    if factor is not None:
+        requests, gap = _settle(llm, streams, None)
+        itl_ms = 1e3 * factor * gap
+        for request in requests:
+            llm.engine.abort(request)
+    requests, gap = _settle(llm, streams, itl_ms)
+    arrived = time.perf_counter()
+    joining = llm.submit(prompt, greedy(1))
     try:
-        while min(len(request.stats.emissions) for request in requests) <= SETTLE_STEPS:
-            llm.engine.step()
-        arrived = time.perf_counter()
-        before = gaps_of(requests)
-        joining = llm.submit(prompt, greedy(1))
-        requests.append(joining)
         while not joining.finished:
             llm.engine.step()
     finally:
-        for request in requests:
+        for request in [*requests, joining]:
             llm.engine.abort(request)
     assert joining.stats.ttft is not None
     return Joined(
-        # the later half: the first steps still read the streams' own prompts
-        median(before[len(before) // 2 :]),
-        gaps_of(requests[:-1], arrived),
+        gap,
+        gaps_of(requests, arrived),
         joining.stats.ttft,
-        [request.sequence.output_ids for request in requests],
+        [request.sequence.output_ids for request in [*requests, joining]],
+        itl_ms,
     )
+
+
+def _settle(
+    llm: LLM, streams: Sequence[list[int]], itl_ms: float | None
+) -> tuple[list[Request], float]:
+    """Streams that have run for SETTLE_STEPS, and the median gap of the later half of these."""
+    llm.reset_prefix_cache()
+    params = greedy(llm.target.config.max_positions - STREAM_PROMPT - 1)
+    requests = [llm.submit(stream, params, itl_ms=itl_ms) for stream in streams]
+    while min(len(request.stats.emissions) for request in requests) <= SETTLE_STEPS:
+        llm.engine.step()
+    gaps = gaps_of(requests[:1])
+    return requests, median(gaps[len(gaps) // 2 :])
 
 
 def cached(llm: LLM, numbers: random.Random, num_tokens: int, share: float) -> tuple[float, float]:

@@ -70,9 +70,9 @@ def test_an_output_that_targets_changed_stops_the_bench(llm, monkeypatch):
     """Teeth: one token differs."""
     honest = latency_runs.join
 
-    def wrong(llm, prompt, streams, itl_ms):
-        run = honest(llm, prompt, streams, itl_ms)
-        run.outputs[0][2] += itl_ms is not None
+    def wrong(llm, prompt, streams, factor):
+        run = honest(llm, prompt, streams, factor)
+        run.outputs[0][2] += factor is not None
         return run
 
     monkeypatch.setattr(latency_runs, "join", wrong)
