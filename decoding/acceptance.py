@@ -10,7 +10,6 @@ tells whether a draft for its position would have been accepted, under every acc
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
@@ -18,86 +17,24 @@ from typing import Any
 
 import numpy as np
 
+from pagedraft.decoding.acceptance_cell import (
+    DEPTH_CLASS,
+    NUM_CLASSES,
+    NUM_DEPTHS,
+    NUM_EVIDENCE,
+    OWN_DECAY,
+    PRIOR_TRIALS,
+    WEIGHT,
+    Cell,
+    CommonCell,
+    class_of,
+)
 from pagedraft.decoding.drafters.base import Proposal
 
-DEPTH_EDGES = (1, 2, 3, 4, 8)  # classes of depth: 0, 1, 2, 3, 4 to 7, 8 and deeper
-EVIDENCE_EDGES = (1, 3, 5, 9, 17)  # classes of evidence: 0, 1-2, 3-4, 5-8, 9-16, 17 and more
-NUM_CLASSES = len(DEPTH_EDGES) + 1
-NUM_EVIDENCE = len(EVIDENCE_EDGES) + 1
-NUM_DEPTHS = 64
-DEPTH_CLASS = tuple(bisect_right(DEPTH_EDGES, depth) for depth in range(NUM_DEPTHS))
-EVIDENCE_CLASS = tuple(bisect_right(EVIDENCE_EDGES, n) for n in range(EVIDENCE_EDGES[-1] + 1))
-
-# What nobody has tried yet, by class of evidence: the first draft, and those behind a right one.
-PRIORS = ((0.5, 0.6), (0.4, 0.7), (0.7, 0.7), (0.7, 0.7), (0.8, 0.8), (0.8, 0.8))
-PRIOR_TRIALS = 2.0
-TABLE_DECAY = 0.98  # per proposal: the engine remembers about 50 of each kind
-OWN_DECAY = 0.95  # per proposal: a request remembers about 20 of each kind
 OWN_TRIALS = 8.0  # trials that the engine-wide estimate is worth to a request
 MAX_WATCHES = 4  # of a request and drafter: about 1 us a step each
 ODDS_LIMITS = (0.02, 50.0)
 FEW = 16  # rows whose estimates are made one by one
-HUGE = 1e100  # a weight beyond it is scaled back to 1
-
-_WEIGHT = 2 * NUM_CLASSES
-_PRIORS = tuple((first, *[behind] * (NUM_CLASSES - 1)) for first, behind in PRIORS)
-
-
-class Cell:
-    """Decayed hits and trials by class of depth, of one drafter and class of evidence.
-
-    Ages with each proposal, all depths at once: one that did not get deep says little about depth,
-    not nothing. Nothing shrinks for that: the weight of what is counted next grows.
-
-    values: hits by class, trials by class, and the weight of a trial, in which they are counted.
-    """
-
-    __slots__ = ("decay", "values")
-
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.values = [0.0] * _WEIGHT + [1.0]
-
-    @property
-    def hits(self) -> list[float]:
-        """Hits by class of depth."""
-        return [hits / self.values[_WEIGHT] for hits in self.values[:NUM_CLASSES]]
-
-    @property
-    def tried(self) -> list[float]:
-        """Trials by class of depth."""
-        return [tried / self.values[_WEIGHT] for tried in self.values[NUM_CLASSES:_WEIGHT]]
-
-    def age(self) -> None:
-        """Let a new proposal begin."""
-        values = self.values
-        values[_WEIGHT] /= self.decay
-        if values[_WEIGHT] > HUGE:
-            values[:] = [value / values[_WEIGHT] for value in values]
-
-
-class CommonCell(Cell):
-    """The cell of all requests, and the probability of a hit by class of depth that it gives."""
-
-    __slots__ = ("_estimates", "has_changed", "priors")
-
-    def __init__(self, evidence_class: int) -> None:
-        super().__init__(TABLE_DECAY)
-        self.priors = _PRIORS[evidence_class]
-        self.has_changed = True
-        self._estimates: list[float] = []
-
-    def estimates(self) -> list[float]:
-        """Probability by class of depth."""
-        if self.has_changed:
-            values = self.values
-            trials = PRIOR_TRIALS * values[_WEIGHT]
-            self._estimates = [
-                (values[i] + trials * prior) / (values[NUM_CLASSES + i] + trials)
-                for i, prior in enumerate(self.priors)
-            ]
-            self.has_changed = False
-        return self._estimates
 
 
 class AcceptanceTable:
@@ -167,7 +104,7 @@ class _Record:
             tally[1] *= OWN_DECAY
             tally[2] *= OWN_DECAY
         values, shared, priors = own.values, common.values, common.priors
-        weight, shared_weight = values[_WEIGHT], shared[_WEIGHT]
+        weight, shared_weight = values[WEIGHT], shared[WEIGHT]
         trials, end = PRIOR_TRIALS * shared_weight, start + num_hits
         for depth in range(start, end + num_misses):
             hit = DEPTH_CLASS[depth] if depth < NUM_DEPTHS else NUM_CLASSES - 1
@@ -238,7 +175,7 @@ class Acceptance:
         """Note verified drafts; those behind the first rejected one say nothing."""
         if num_drafted:
             missed = num_accepted < num_drafted
-            self.of(name).count(_evidence_class(evidence), 0, num_accepted, missed)
+            self.of(name).count(class_of(evidence), 0, num_accepted, missed)
 
     def watch(self, name: str, proposal: Proposal, num_recorded: int = 0) -> None:
         """Score ``proposal`` against the tokens emitted from here on, until it is wrong.
@@ -249,7 +186,7 @@ class Acceptance:
         if len(proposal.tokens) > num_recorded:
             record = self.of(name)
             record.num_brief += len(record.watches) >= MAX_WATCHES
-            evidence_class = _evidence_class(proposal.evidence)
+            evidence_class = class_of(proposal.evidence)
             record.watches.append(_Watch(evidence_class, proposal.tokens, num_recorded))
 
     def emitted(self, tokens: list[int]) -> None:
@@ -294,14 +231,15 @@ def _estimates(asked: Seq[tuple[Acceptance, str, int, int]]) -> np.ndarray:
     places = []
     for acceptance, name, evidence, _ in asked:
         record = acceptance.of(name)
-        evidence_class = _evidence_class(evidence)
+        evidence_class = class_of(evidence)
         own, common = record.cells[evidence_class] or record.pair(evidence_class)
         rows.append([*own.values, *record.tally])
         places.append(commons.setdefault(common, len(commons)))
     priors = [common.estimates() for common in commons]
     if len(asked) < FEW:
         pairs = zip(rows, places, strict=True)
-        return np.array([_shrunk(row, priors[place], _clip_one) for row, place in pairs])
+        estimates = [_shrunk(row, priors[place], _clip_one) for row, place in pairs]
+        return np.array(estimates).reshape(len(asked), NUM_CLASSES)
     own_VE = np.array(rows).T
     return np.array(_shrunk(own_VE, np.array(priors).T[:, places], _clip_all)).T
 
@@ -314,7 +252,7 @@ def _shrunk(own_V: Any, prior_C: Any, clip: Callable[[Any], Any]) -> list[Any]:
     of the difference in log odds carries over to the prior.
     own_V: values of a cell, then a record's tally.
     """
-    weight, (hits, expected, tried) = own_V[_WEIGHT], own_V[_WEIGHT + 1 :]
+    weight, (hits, expected, tried) = own_V[WEIGHT], own_V[WEIGHT + 1 :]
     half = OWN_TRIALS / 2
     ratio = (hits + half) / (tried - hits + half)
     ratio = ratio * (tried - expected + half) / (expected + half)
@@ -336,9 +274,3 @@ def _clip_one(ratio: float) -> float:
 
 def _clip_all(ratio_E: np.ndarray) -> np.ndarray:
     return np.minimum(np.maximum(ratio_E, ODDS_LIMITS[0]), ODDS_LIMITS[1])
-
-
-def _evidence_class(evidence: int) -> int:
-    if evidence >= EVIDENCE_EDGES[-1]:
-        return NUM_EVIDENCE - 1
-    return EVIDENCE_CLASS[evidence] if evidence >= 0 else 0

@@ -18,6 +18,7 @@ from pagedraft.decoding.choice import NONE_FOUND, Row, unweighed
 from pagedraft.decoding.controller import DraftController
 from pagedraft.decoding.drafters.base import Drafter, Proposal, is_lookup
 from pagedraft.decoding.drafters.guard import Contexts, cut, free_safely, propose_safely
+from pagedraft.scheduler.draft_limits import Decoding, begin_decision, reset
 from pagedraft.scheduler.request import OFF, PROMPT, RESTING, Decision, Request
 
 # Asking lookups, weighing what they offer and learning from it takes time also where it comes to
@@ -26,8 +27,6 @@ from pagedraft.scheduler.request import OFF, PROMPT, RESTING, Decision, Request
 REST_AFTER, REST_STEPS = 16, 4
 
 PLAIN_PASS = Decision(None, 0, 0, 0, OFF.reason)
-# A request that decodes, and its drafts that could be kept, at most as many as anybody asks for.
-Decoding = tuple[Request, int]
 
 
 class Speculation:
@@ -80,7 +79,8 @@ class Speculation:
         """
         if not self.drafters:
             return
-        decoding = self._open(running)
+        k, most = self.controller.k, self.controller.max_drafts
+        decoding = begin_decision(running, k if isinstance(k, int) else most)
         for name in self._lookups:
             self._collect_offers(name, decoding)
         if self.controller.k == "auto":
@@ -167,48 +167,12 @@ class Speculation:
 
     def forget(self, request: Request) -> None:
         """The request has ended or lost its KV: nothing is planned for it any more."""
-        self._reset(request)
+        reset(request)
         for drafter in self.drafters.values():
             error = free_safely(drafter, request.sequence)
             if error is not None:
                 request.stats.drafter_errors.append(error)
                 self.num_errors += 1
-
-    @staticmethod
-    def _reset(request: Request) -> None:
-        request.num_drafts = 0
-        request.offers = {}
-        request.choice = PROMPT if request.drafters else OFF
-
-    def _open(self, running: Seq[Request]) -> list[Decoding]:
-        """Take back what the last step decided; the requests that decode, each with its limit.
-
-        The limit is ``max_drafts`` of the output contract, without a call for each request.
-        """
-        decoding = []
-        most = self.controller.max_drafts
-        default = self.controller.k if isinstance(self.controller.k, int) else most
-        for request in running:
-            request.num_drafts = 0
-            if request.offers:
-                request.offers = {}
-            request.choice = PROMPT if request.drafters else OFF
-            sequence = request.sequence
-            num_tokens = len(sequence.token_ids)
-            if num_tokens - sequence.num_written != 1:
-                continue
-            limit = 0
-            if request.drafters:
-                params = request.params
-                limit = default if params.k is None else params.k
-                num_left = params.max_tokens + sequence.num_prompt - num_tokens - 1
-                if num_left < limit:
-                    limit = num_left
-                num_left = request.max_context - num_tokens - 1
-                if num_left < limit:
-                    limit = num_left
-            decoding.append((request, limit))
-        return decoding
 
     def _collect_offers(self, name: str, decoding: Seq[Decoding]) -> None:
         """Ask a lookup."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagedraft.decoding.acceptance import MAX_WATCHES, PRIORS, Acceptance, AcceptanceTable
+from pagedraft.decoding.acceptance import FEW, MAX_WATCHES, Acceptance, AcceptanceTable, worth_of
+from pagedraft.decoding.acceptance_cell import HUGE, OWN_DECAY, PRIORS, Cell
 from pagedraft.decoding.drafters.base import Proposal
 
 # proposal, drafts used, tokens of the steps that follow -> (depth, hit) counted by the watch
@@ -141,3 +142,61 @@ def test_the_newest_steps_count_most():
     [acceptance.record("ngram", 0, 1, 0) for _ in range(100)]
     [acceptance.record("ngram", 0, 1, 1) for _ in range(20)]
     assert acceptance.worth("ngram", 0, 1)[0] > 0.5
+
+
+def taught(num_requests: int) -> list[Acceptance]:
+    """Requests of one table, each with a history of its own."""
+    table = AcceptanceTable()
+    requests = [Acceptance(table) for _ in range(num_requests)]
+    [
+        request.record(name, (7 * i * step) % 23, 5, (i * step) % 6)
+        for i, request in enumerate(requests)
+        for step in range(i % 13)
+        for name in ("ngram", "suffix")
+    ]
+    return requests
+
+
+@pytest.mark.parametrize("num_requests", [1, FEW - 1, FEW, 70])
+def test_estimates_of_many_are_those_of_each(num_requests):
+    asked = [
+        (request, ("ngram", "suffix", "draft")[i % 3], (5 * i) % 30 - 1, i % 19)
+        for i, request in enumerate(taught(num_requests))
+    ]
+    worth_EK = worth_of(asked, 20)
+    assert worth_EK.shape == (num_requests, 20)
+    one_by_one = [
+        request.worth(name, evidence, count) + [0.0] * (20 - count)
+        for request, name, evidence, count in asked
+    ]
+    assert worth_EK.tolist() == [pytest.approx(row) for row in one_by_one]
+
+
+def test_no_estimates():
+    assert worth_of([], 16).shape == (0, 16)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1])
+def test_few_drafts(num_drafts):
+    assert len(Acceptance().worth("ngram", 0, num_drafts)) == num_drafts
+
+
+def test_a_cell_is_what_decay_says_it_is():
+    """By its definition: at each proposal what was counted shrinks, also past the scaling back."""
+    cell, hits, tried = Cell(OWN_DECAY), 0.0, 0.0
+    largest = 0.0
+    for step in range(9000):
+        cell.age()
+        hits, tried = OWN_DECAY * hits, OWN_DECAY * tried
+        weight = cell.values[-1]
+        cell.values[6] += weight
+        cell.values[0] += weight * (step % 3 == 0)
+        hits, tried = hits + (step % 3 == 0), tried + 1.0
+        largest = max(largest, weight)
+    assert (cell.hits[0], cell.tried[0]) == pytest.approx((hits, tried))
+    assert HUGE / 2 < largest <= HUGE
+
+
+def test_negative_and_large_evidence_have_a_class():
+    worth = [Acceptance().worth("ngram", evidence, 1)[0] for evidence in (-5, 0, 17, 10**9)]
+    assert worth == pytest.approx([PRIORS[0][0], PRIORS[0][0], PRIORS[5][0], PRIORS[5][0]])
