@@ -20,6 +20,7 @@ class RowTable:
     """int32 [max_rows, max_blocks] on ``device``, and the same on the host.
 
     num_rows: rows in use, the first ones. num_set: how many entries of each row are set.
+    host_RM, device_RM: the whole tables; that of the device as ``on_device`` left it.
 
     On a CPU both are one memory. Elsewhere changes are collected and moved by ``on_device``.
     """
@@ -29,9 +30,9 @@ class RowTable:
         self.host_RM = np.zeros((max_rows, max_blocks), dtype=np.int32)
         self.num_set = [0] * max_rows
         self._is_host = device.type == "cpu"
-        self._device_RM = torch.from_numpy(self.host_RM)
+        self.device_RM = torch.from_numpy(self.host_RM)
         if not self._is_host:
-            self._device_RM = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+            self.device_RM = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self._changes: list[tuple[int, int, int]] = []  # row, first column, end
 
     def join(self) -> int:
@@ -66,7 +67,7 @@ class RowTable:
         """The first columns of all rows, as the steps launched from here on shall see them."""
         if self._changes:
             self._flush()
-        return self._device_RM[: self.num_rows, :num_columns]
+        return self.device_RM[: self.num_rows, :num_columns]
 
     def _note(self, row: int, first: int, end: int) -> None:
         if not self._is_host:
@@ -80,5 +81,5 @@ class RowTable:
         )
         self._changes.clear()
         both = np.stack((places, self.host_RM.reshape(-1)[places]))
-        place_n, value_n = torch.from_numpy(both).to(self._device_RM.device, non_blocking=True)
-        self._device_RM.view(-1)[place_n] = value_n.int()
+        place_n, value_n = torch.from_numpy(both).to(self.device_RM.device, non_blocking=True)
+        self.device_RM.view(-1)[place_n] = value_n.int()

@@ -36,7 +36,7 @@ from pagedraft.scheduler.rows import Rows, Step
 from pagedraft.scheduler.speculation import Speculation
 from pagedraft.scheduler.step_limit import StepLimit, free_device_memory, is_out_of_memory
 from pagedraft.scheduler.swap import SwapSpace
-from pagedraft.scheduler.waiting import WaitingQueue
+from pagedraft.scheduler.warm_up import Progress, WarmUpReport
 
 
 class Engine:
@@ -52,7 +52,8 @@ class Engine:
     overlap: run callbacks and observers of a step while the next one is on the device; None: on a
         GPU. Where the device is the CPU nothing is gained, and tokens would be told a step late.
     observers: told of submissions, aborts, preemptions and steps (observer.py).
-    num_steps: steps that are done.
+    waiting: requests that have yet to be admitted, or again after a preemption. running: those that
+    own KV, by rank and arrival. num_steps: steps that are done.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class Engine:
         self.chunk_tokens = chunk_tokens
         self.overlap = target.device.type == "cuda" if overlap is None else overlap
         self.stats = EngineStats()
-        self.outbox = Outbox(observers, lambda request, error: self._fail(request, error))
+        self.outbox = Outbox(observers, self._fail)
+        self.observers = self.outbox.observers
         rows = Rows(
             max_rows,
             min(self.pool.num_usable, self.pool.blocks_for(target.config.max_positions)),
@@ -99,6 +101,7 @@ class Engine:
             row_multiple=target.row_multiple,
         )
         self._roster = Roster(rows)
+        self.waiting, self.running = self._roster.waiting, self._roster.running
         self.launcher = Launcher(target, self.caches, rows)
         self._committer = Committer(
             lambda: self.speculation, self.waiting, self.outbox, self._finish
@@ -106,21 +109,6 @@ class Engine:
         self._limit = StepLimit()
         self.num_steps = 0
         self._is_stepping = False
-
-    @property
-    def waiting(self) -> WaitingQueue[Request]:
-        """Requests that have yet to be admitted, or again after a preemption."""
-        return self._roster.waiting
-
-    @property
-    def running(self) -> list[Request]:
-        """Requests that own KV, by rank and arrival."""
-        return self._roster.running
-
-    @property
-    def observers(self) -> list[Observer]:
-        """Told of submissions, aborts, preemptions and steps."""
-        return self.outbox.observers
 
     @property
     def has_work(self) -> bool:
@@ -156,6 +144,14 @@ class Engine:
         """End every request."""
         for request in [*self.running, *self.waiting]:
             self.abort(request)
+
+    def warm_up(self, progress: Progress | None = None) -> WarmUpReport:
+        """Compile all that a load can need and, on a GPU, capture graphs; while nothing runs.
+
+        progress: told (done, of how many, what) after each pass, draw and graph. Afterwards no
+        kernel compiles.
+        """
+        return self.launcher.warm_up(self, progress)
 
     def step(self) -> list[Request]:
         """Run one pass; return the requests that got tokens or ended in it.

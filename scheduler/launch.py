@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,11 +13,17 @@ from pagedraft.decoding.drafters.base import Proposal
 from pagedraft.decoding.verify import Verification, start_verification
 from pagedraft.kernels.copy_blocks import copy_blocks
 from pagedraft.model.batch import StepBatch
+from pagedraft.model.graphs import GraphRunner
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
+from pagedraft.scheduler.graph_runners import graph_runners
 from pagedraft.scheduler.logprobs import raw_logits
 from pagedraft.scheduler.request import Request
 from pagedraft.scheduler.rows import Rows, Step
+from pagedraft.scheduler.warm_up import Progress, WarmUpReport, warm_up
+
+if TYPE_CHECKING:
+    from pagedraft.scheduler.engine import Engine
 
 Forward = Callable[[StepBatch, KVCache], torch.Tensor]
 
@@ -55,9 +62,20 @@ class Launcher:
 
     def __init__(self, target: Transformer, caches: Seq[KVCache], rows: Rows) -> None:
         self.forward: Forward | None = None
+        self._runners: list[GraphRunner] = []
         self._target = target
         self._caches = list(caches)
         self._rows = rows
+
+    def warm_up(self, engine: Engine, progress: Progress | None) -> WarmUpReport:
+        """See ``Engine.warm_up``. Graphs, where there are any, run the steps from then on."""
+        if not self._runners:
+            self._runners = graph_runners(engine, self._rows.table_RM)
+        report = warm_up(engine, progress, self._runners)
+        if self._runners:
+            self.forward = self._runners[0].forward
+            self._rows.device = torch.device("cpu")  # a runner moves a step in one copy
+        return report
 
     def copy(self, copies: Seq[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks in all pools."""

@@ -25,7 +25,7 @@ from pagedraft.decoding.params import SamplingParams, check_int
 from pagedraft.kernels.paged_attention import BLOCK_SIZES
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.engine import Engine
-from pagedraft.scheduler.memory import make_kv_caches
+from pagedraft.scheduler.memory import make_kv_caches, resolve_swap_bytes
 from pagedraft.scheduler.request import FinishReason, Request, RequestStats
 from pagedraft.scheduler.submission import Submission, as_params, as_prompts
 from pagedraft.scheduler.trace import Trace
@@ -67,7 +67,8 @@ class LLM:
     kv_dtype: of the KV pools: "int8", "fp8", or "auto", the dtype of the activations.
     kv_tokens: capacity of the KV pool in tokens; None sizes it from free memory.
     prefix_cache: keep KV of ended requests for prompts that begin the same.
-    swap_bytes: host memory for KV of preempted requests (scheduler/swap.py); 0: it is recomputed.
+    swap_bytes: host memory for KV of preempted requests (scheduler/swap.py), or "auto"; 0: it is
+        recomputed.
     seed: where the noise of requests without a seed comes from.
     trace: a file for what the engine does (trace.py), which Perfetto shows and ``replay`` runs
         again; ``llm.trace.close()`` writes its end.
@@ -93,7 +94,7 @@ class LLM:
         token_budget: int = 512,
         chunk_tokens: int | None = None,
         prefix_cache: bool = True,
-        swap_bytes: int = 0,
+        swap_bytes: int | str = 0,
         trace: str | Path | None = None,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "trace")}
@@ -129,7 +130,7 @@ class LLM:
             token_budget=token_budget,
             chunk_tokens=chunk_tokens,
             prefix_cache=prefix_cache,
-            swap_bytes=swap_bytes,
+            swap_bytes=resolve_swap_bytes(swap_bytes, caches),
         )
         if self.trace is not None:
             self.trace.begin(self.engine, options)

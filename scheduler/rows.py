@@ -8,7 +8,7 @@ an empty span.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,6 +81,7 @@ class Rows:
     """Lays out steps of the running requests.
 
     max_blocks: most blocks of one request. row_multiple: see ``lay_out``.
+    device: where a step's tensors are, but the block table, which is on the device it began with.
     """
 
     def __init__(
@@ -94,13 +95,19 @@ class Rows:
     ) -> None:
         self._table = RowTable(max_rows, max_blocks, device)
         self._requests: list[Request] = []
-        self._layout = {"block_size": block_size, "device": device, "row_multiple": row_multiple}
+        self._layout: dict[str, Any] = {"block_size": block_size, "row_multiple": row_multiple}
+        self.device = device
         self._block_size = block_size
         self._common_R: np.ndarray | None = None  # keys that a row shares with the one before it
         self._runs: list[Run] | None = None  # of rows whose prompts are written
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def table_RM(self) -> torch.Tensor:
+        """The whole block table on the device; steps bring views of it."""
+        return self._table.device_RM
 
     def join(self, request: Request) -> None:
         """Give a request a row."""
@@ -146,6 +153,7 @@ class Rows:
             self._table.host_RM[: len(starts_R)],
             runs=self._shared_runs(starts_R),
             device_table_RM=self._table.on_device(num_columns),
+            device=self.device,
             **self._layout,
         )
         return Step(batch, spans.sampled, spans.proposals, spans.unfinished)

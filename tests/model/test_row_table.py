@@ -20,7 +20,7 @@ class Elsewhere(RowTable):
     def __init__(self) -> None:
         super().__init__(ROWS, BLOCKS, CPU)
         self._is_host = False
-        self._device_RM = torch.full((ROWS, BLOCKS), -1, dtype=torch.int32)
+        self.device_RM = torch.full((ROWS, BLOCKS), -1, dtype=torch.int32)
 
 
 def test_rows_grow_and_leave():
