@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedraft.decoding.logit_rules import NEUTRAL, LogitRules
+from pagedraft.decoding.logit_rules import LogitRules
 from pagedraft.decoding.processors import run_processors
 from pagedraft.decoding.sequence import Sequence
+from pagedraft.decoding.span_draws import SpanDraws, changes_logits
 from pagedraft.kernels.sample import process_logits, sample
 from pagedraft.kernels.sample_batch import (
     BannedIds,
@@ -46,15 +47,21 @@ def draw(
 
 
 def draw_spans(
-    logits_QV: torch.Tensor, sequences: Seq[Sequence], drafts: Seq[Seq[int]]
+    logits_QV: torch.Tensor,
+    sequences: Seq[Sequence],
+    drafts: Seq[Seq[int]],
+    known: SpanDraws | None = None,
 ) -> torch.Tensor:
     """Draw at every position of each row's span: ``len(drafts[r]) + 1`` rows of logits each.
 
     What ``draw`` returns for these rows, without lists of the length of Q where nothing reads them.
+    known: keeps what does not change from step to step.
     """
-    if any(map(changes_logits, sequences)):
+    known = known or SpanDraws()
+    if known.is_edited(sequences):
         return draw(logits_QV, *rows_of_logits(sequences, drafts))
-    return sample(logits_QV, _span_batch(logits_QV.device, sequences, drafts))
+    lengths_R = np.array([len(tokens) + 1 for tokens in drafts])
+    return sample(logits_QV, known.batch(logits_QV.device, sequences, lengths_R))
 
 
 def process(
@@ -137,11 +144,6 @@ def seeds(device: torch.device, sequences: Seq[Sequence]) -> torch.Tensor:
     return torch.tensor([sequence.signed_seed for sequence in sequences], device=device)
 
 
-def changes_logits(sequence: Sequence) -> bool:
-    """Whether its logits are edited in place, by what is before them, ahead of the draw."""
-    return bool(sequence.processors) or sequence.rules.changes_logits
-
-
 def sample_batch(
     device: torch.device,
     sequences: Seq[Sequence],
@@ -183,37 +185,6 @@ def rows_of_logits(
         return row_sequences, positions, None
     prefixes = [tokens[:i] for tokens in drafts for i in range(len(tokens) + 1)]
     return row_sequences, positions, prefixes
-
-
-def _span_batch(
-    device: torch.device, sequences: Seq[Sequence], drafts: Seq[Seq[int]]
-) -> SampleBatch:
-    """What ``sample_batch`` returns for the spans of sequences that do not change logits."""
-    lengths_R = np.array([len(tokens) + 1 for tokens in drafts])
-    ends_R = np.cumsum(lengths_R)
-    row_Q = np.repeat(np.arange(len(lengths_R)), lengths_R)
-    has_spans = len(row_Q) > len(lengths_R)
-
-    def rows(values: list[Any], dtype: Any) -> torch.Tensor:
-        array = np.array(values, dtype)
-        return torch.from_numpy(array[row_Q] if has_spans else array).to(device, non_blocking=True)
-
-    first_R = np.array([len(s.token_ids) for s in sequences]) - (ends_R - lengths_R)
-    position_Q = first_R[row_Q] + np.arange(len(row_Q))
-    optional: dict[str, Any] = {}
-    rules = [sequence.rules for sequence in sequences]
-    if any(row is not NEUTRAL and row.has_cut for row in rules):
-        optional["top_k_Q"] = rows([row.top_k for row in rules], np.int32)
-        optional["top_p_Q"] = rows([row.top_p for row in rules], np.float32)
-        optional["min_p_Q"] = rows([row.min_p for row in rules], np.float32)
-    if any(sequence.sample_index for sequence in sequences):
-        optional["sample_index_Q"] = rows([s.sample_index for s in sequences], np.int64)
-    return SampleBatch(
-        temperature_Q=rows([s.temperature for s in sequences], np.float32),
-        seed_Q=rows([s.signed_seed for s in sequences], np.int64),
-        position_Q=torch.from_numpy(position_Q).to(device, non_blocking=True),
-        **optional,
-    )
 
 
 Tensor = Callable[[Any, torch.dtype], torch.Tensor]

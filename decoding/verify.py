@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 
+import numpy as np
 import torch
 
 from pagedraft.decoding.drafters.base import Proposal
 from pagedraft.decoding.draw import draw_spans, process, rows_of_logits, seeds
 from pagedraft.decoding.sequence import Sequence
+from pagedraft.decoding.span_draws import SpanDraws
 from pagedraft.kernels.check import check_dtype, check_shape
 from pagedraft.kernels.verify import Verified, verify
 from pagedraft.kernels.verify_block import verify_block
@@ -62,7 +64,10 @@ def verify_rows(
 
 
 def start_verification(
-    logits_QV: torch.Tensor, sequences: Seq[Sequence], proposals: Seq[Proposal]
+    logits_QV: torch.Tensor,
+    sequences: Seq[Sequence],
+    proposals: Seq[Proposal],
+    known: SpanDraws | None = None,
 ) -> Verification:
     """Find each row's accepted drafts and one more token; a row goes by its ``accept``.
 
@@ -73,6 +78,7 @@ def start_verification(
     draws plainly under every rule.
     Logits of sequences for which ``changes_logits`` holds, and of those that are not of the match
     rule, are scratch: their values are unspecified afterwards.
+    known: keeps what does not change from step to step.
 
     Raises ValueError or TypeError for logits or a q of another shape or dtype.
     """
@@ -82,10 +88,10 @@ def start_verification(
         raise ValueError(f"logits_QV: expected {num_rows} rows, got {logits_QV.shape[0]}")
     rules = [s.accept if d else "match" for s, d in zip(sequences, drafts, strict=True)]
     if num_rows == len(drafts):  # no drafts: nothing to compare
-        return Verification(drafts, draw_spans(logits_QV, sequences, drafts))
+        return Verification(drafts, draw_spans(logits_QV, sequences, drafts, known))
     kinds = dict.fromkeys(rules)
     if len(kinds) == 1:
-        counts_R, next_token_R = _RULES[rules[0]](logits_QV, sequences, proposals)
+        counts_R, next_token_R = _RULES[rules[0]](logits_QV, sequences, proposals, known)
         return Verification(drafts, next_token_R, counts_R)
     starts = [0, *accumulate(len(tokens) + 1 for tokens in drafts)]
     order: list[int] = []
@@ -95,20 +101,29 @@ def start_verification(
         places = [place for row in rows for place in range(starts[row], starts[row + 1])]
         own_QV = logits_QV[torch.tensor(places, device=logits_QV.device)]
         own = [sequences[row] for row in rows], [proposals[row] for row in rows]
-        parts.append(_RULES[rule](own_QV, *own))
+        parts.append(_RULES[rule](own_QV, *own, None))
         order += rows
     counts_R, next_token_R = (torch.cat(part) for part in zip(*parts, strict=True))
     return Verification(drafts, next_token_R, counts_R, order)
 
 
-def _match(logits_QV: torch.Tensor, sequences: Seq[Sequence], proposals: Seq[Proposal]) -> Verified:
+def _match(
+    logits_QV: torch.Tensor,
+    sequences: Seq[Sequence],
+    proposals: Seq[Proposal],
+    known: SpanDraws | None,
+) -> Verified:
     """Draw at every position and compare."""
-    drawn_Q = draw_spans(logits_QV, sequences, [proposal.tokens for proposal in proposals])
+    drawn_Q = draw_spans(logits_QV, sequences, [proposal.tokens for proposal in proposals], known)
     return verify(*_tokens_and_starts(proposals, logits_QV.device), drawn_Q)
 
 
 def _judged(
-    judge: Judge, logits_QV: torch.Tensor, sequences: Seq[Sequence], proposals: Seq[Proposal]
+    judge: Judge,
+    logits_QV: torch.Tensor,
+    sequences: Seq[Sequence],
+    proposals: Seq[Proposal],
+    known: SpanDraws | None,
 ) -> Verified:
     """Make each row's logits those of its distribution and judge the drafts by them."""
     process(logits_QV, *rows_of_logits(sequences, [proposal.tokens for proposal in proposals]))
@@ -126,12 +141,13 @@ def _tokens_and_starts(
     proposals: Seq[Proposal], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All drafts, int64 [K], and where each row's begin, int32 [R + 1]."""
-    tokens = [token for proposal in proposals for token in proposal.tokens]
-    starts = [0, *accumulate(len(proposal.tokens) for proposal in proposals)]
-    return (
-        torch.tensor(tokens, dtype=torch.int64, device=device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
-    )
+    drafts = [proposal.tokens for proposal in proposals]
+    tokens_K = np.array(list(chain.from_iterable(drafts)), np.int64)
+    starts_R1 = np.array([0, *accumulate(map(len, drafts))], np.int32)
+    tensors = torch.from_numpy(tokens_K), torch.from_numpy(starts_R1)
+    if device.type == "cpu":
+        return tensors
+    return tensors[0].to(device, non_blocking=True), tensors[1].to(device, non_blocking=True)
 
 
 def _drafts(logits_QV: torch.Tensor, sequences: Seq[Sequence], proposals: Seq[Proposal]) -> Drafts:

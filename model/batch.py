@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -126,37 +125,39 @@ def lay_out(
     each row, at least as many as it uses; device_table_RM: the same on the device, if it is there.
     Unchecked: what does not fit together gives a wrong step.
     """
-    num_rows, num_tokens = len(lengths_R), len(tokens)
+    num_rows, num_tokens, num_logits = len(lengths_R), len(tokens), int(num_logits_R.sum())
     padded = _round_up(num_tokens, row_multiple)
-    query_starts = np.zeros(num_rows + 1, dtype=np.int64)
-    np.cumsum(lengths_R, out=query_starts[1:])
-    kv_lens = starts_R + lengths_R
-    has_spans = num_tokens != num_rows or int(lengths_R.max()) > 1
-    row_T = np.repeat(np.arange(num_rows), lengths_R) if has_spans else np.arange(num_rows)
-    first_R = starts_R - query_starts[:-1]  # position of token t of row r is first_R[r] + t
-
-    num_logits = int(num_logits_R.sum())
     padded_logits = padded if num_logits == num_tokens else _round_up(num_logits, row_multiple)
-    long_sizes = (padded, padded, padded, padded_logits)
-    longs, (tokens_T, positions_T, slots_T, logit_rows_Q) = _sections(long_sizes, np.int64)
+    kv_lens = starts_R + lengths_R
+    ends_R = lengths_R.cumsum()
+    max_query_len = int(lengths_R.max())
+    each_T = np.arange(max(padded, num_rows))
+    row_T = each_T[:num_rows]
+    if max_query_len > 1 or num_tokens != num_rows:
+        row_T = row_T.repeat(lengths_R)
+    first_R = starts_R - ends_R + lengths_R  # token t of row r has position first_R[r] + t
+
+    longs = _Sections((padded, padded, padded, padded_logits), np.int64)
+    tokens_T, positions_T, slots_T, logit_rows_Q = longs.arrays
     tokens_T[:num_tokens] = tokens
     positions = positions_T[:num_tokens]
-    np.add(first_R[row_T], np.arange(num_tokens), out=positions)
-    block_T = table_RM[row_T, positions // block_size]
-    slots_T[:num_tokens] = block_T * np.int64(block_size) + positions % block_size
+    np.add(first_R[row_T], each_T[:num_tokens], out=positions)
+    column_T, offset_T = np.divmod(positions, block_size)
+    np.multiply(table_RM[row_T, column_T], block_size, out=slots_T[:num_tokens], dtype=np.int64)
+    slots_T[:num_tokens] += offset_T
     if num_logits == num_tokens:
-        logit_rows_Q[:] = np.arange(padded)
+        logit_rows_Q[:] = each_T[:padded]
     elif num_logits:
-        last_R = query_starts[1:] - np.cumsum(num_logits_R)
-        logit_rows_Q[:num_logits] = np.repeat(last_R, num_logits_R) + np.arange(num_logits)
+        last_R = ends_R - num_logits_R.cumsum()
+        logit_rows_Q[:num_logits] = last_R.repeat(num_logits_R) + np.arange(num_logits)
 
-    int_sizes = (num_rows + 1, num_rows)
-    ints, (query_starts_R1, kv_lens_R) = _sections(int_sizes, np.int32)
-    query_starts_R1[:] = query_starts
+    ints = _Sections((num_rows + 1, num_rows), np.int32)
+    query_starts_R1, kv_lens_R = ints.arrays
+    query_starts_R1[1:] = ends_R
     kv_lens_R[:] = kv_lens
 
-    tokens_on, positions_on, slots_on, logit_rows_on = _to_device(longs, long_sizes, device)
-    query_starts_on, kv_lens_on = _to_device(ints, int_sizes, device)
+    tokens_on, positions_on, slots_on, logit_rows_on = longs.on(device)
+    query_starts_on, kv_lens_on = ints.on(device)
     if device_table_RM is None:
         device_table_RM = torch.from_numpy(table_RM).to(device, non_blocking=True)
     return StepBatch(
@@ -169,37 +170,34 @@ def lay_out(
         logit_rows_Q=logit_rows_on,
         num_tokens=num_tokens,
         num_logits=num_logits,
-        max_query_len=int(lengths_R.max()),
+        max_query_len=max_query_len,
         max_kv_len=int(kv_lens.max()),
-        shared=shared_prefixes(table_RM, query_starts, runs, device) if runs else None,
+        shared=shared_prefixes(table_RM, query_starts_R1, runs, device) if runs else None,
     )
 
 
-def _sections(sizes: Sequence[int], dtype: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+class _Sections:
     """Zeros for several arrays, one after another: one copy moves them all.
 
     Each begins at a multiple of ALIGN bytes, as a tensor of its own would, so that kernels compiled
     for aligned pointers take them.
     """
-    starts = _section_starts(sizes, np.dtype(dtype).itemsize)
-    memory = np.zeros(starts[-1], dtype=dtype)
-    return memory, [
-        memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
-    ]
 
+    def __init__(self, sizes: Sequence[int], dtype: Any) -> None:
+        multiple = ALIGN // np.dtype(dtype).itemsize
+        end, self._places = 0, []
+        for size in sizes:
+            self._places.append((end, end + size))
+            end += _round_up(size, multiple)
+        self._memory = np.zeros(end, dtype=dtype)
+        self.arrays = [self._memory[first:last] for first, last in self._places]
 
-def _to_device(
-    memory: np.ndarray, sizes: Sequence[int], device: torch.device
-) -> list[torch.Tensor]:
-    """The arrays of ``_sections`` as tensors."""
-    moved = torch.from_numpy(memory).to(device, non_blocking=True)
-    starts = _section_starts(sizes, memory.itemsize)
-    return [moved[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-
-
-def _section_starts(sizes: Sequence[int], itemsize: int) -> list[int]:
-    multiple = ALIGN // itemsize
-    return [0, *accumulate(_round_up(size, multiple) for size in sizes)]
+    def on(self, device: torch.device) -> list[torch.Tensor]:
+        """The arrays as tensors."""
+        moved = torch.from_numpy(self._memory)
+        if device.type != "cpu":
+            moved = moved.to(device, non_blocking=True)
+        return [moved[first:last] for first, last in self._places]
 
 
 def _check_spans(spans: Sequence[Span], block_size: int) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedraft.decoding.drafters.base import Proposal
+from pagedraft.decoding.span_draws import SpanDraws
 from pagedraft.decoding.verify import Verification, start_verification
 from pagedraft.kernels.copy_blocks import copy_blocks
 from pagedraft.model.batch import StepBatch
@@ -66,6 +67,7 @@ class Launcher:
         self._target = target
         self._caches = list(caches)
         self._rows = rows
+        self._draws = SpanDraws()
 
     def warm_up(self, engine: Engine, progress: Progress | None) -> WarmUpReport:
         """See ``Engine.warm_up``. Graphs, where there are any, run the steps from then on."""
@@ -93,5 +95,5 @@ class Launcher:
             return Launched(step, logits_QV, {}, None)
         raw = raw_logits(logits_QV, step.sampled, step.proposals)
         sequences = [request.sequence for request in step.sampled]
-        verification = start_verification(logits_QV, sequences, step.proposals)
+        verification = start_verification(logits_QV, sequences, step.proposals, self._draws)
         return Launched(step, logits_QV, raw, verification)
