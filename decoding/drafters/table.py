@@ -45,7 +45,7 @@ DRAFTERS: dict[str, Callable[[Setup], Drafter]] = {
 }
 
 # What "auto" stands for. Of the two lookups "suffix" accepts 5 to 6 % more tokens a pass on edited
-# text and as many elsewhere; it costs twice the time and memory a token, 1.2 us and 500 bytes,
+# text and as many elsewhere; it costs as much time and twice the memory a token, 500 bytes,
 # which is little beside a token's KV (suffix_automaton.py has the numbers).
 AUTO_LOOKUP = "suffix"
 
