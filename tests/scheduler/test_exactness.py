@@ -125,7 +125,7 @@ def test_self_draft_is_always_accepted(load):
 def test_teeth_a_reused_noise_is_seen(load, expected, monkeypatch):
     """The comparison must notice a verifier that draws with another position's noise."""
 
-    def shifted(logits_QV, sequences, drafts):
+    def shifted(logits_QV, sequences, drafts, known=None):
         rows, positions, prefixes = draw.rows_of_logits(sequences, drafts)
         return draw.draw(logits_QV, rows, [p + 1 for p in positions], prefixes)
 
@@ -139,7 +139,7 @@ def test_teeth_a_reused_noise_is_seen(load, expected, monkeypatch):
 def test_teeth_penalties_that_do_not_see_drafts_are_seen(load, expected, monkeypatch):
     """The comparison must notice a verifier whose rows all see the committed context only."""
 
-    def blind(logits_QV, sequences, drafts):
+    def blind(logits_QV, sequences, drafts, known=None):
         rows, positions, _ = draw.rows_of_logits(sequences, drafts)
         return draw.draw(logits_QV, rows, positions)
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("cpu_path")
 def noise_of_the_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row of a verification draws with the noise of its first position."""
 
-    def reused(logits_QV, sequences, drafts):
+    def reused(logits_QV, sequences, drafts, known=None):
         rows, _, prefixes = draw_module.rows_of_logits(sequences, drafts)
         firsts = [sequence.num_tokens for sequence in rows]
         return draw_module.draw(logits_QV, rows, firsts, prefixes)
@@ -35,7 +35,7 @@ def noise_of_the_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 def penalties_that_do_not_see_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row of a verification is penalised for the committed context only."""
 
-    def blind(logits_QV, sequences, drafts):
+    def blind(logits_QV, sequences, drafts, known=None):
         rows, positions, _ = draw_module.rows_of_logits(sequences, drafts)
         return draw_module.draw(logits_QV, rows, positions)
 
