@@ -2,13 +2,13 @@
 
     python -m pagedraft.bench.overhead [--rows 64] [--contexts 128] [--k 0 4] [--profile]
 
-The real engine schedules, lays out batches, draws, verifies and commits; the model is a script
-(overhead_bed.py) whose own time is subtracted. The sampler's kernels count as host time, in a
-column of their own ("draw"): a device would run them, and the host would launch them, but with 256
-tokens most of what they take here is overhead of that kind. Rows are greedy unless
-``--temperature`` says otherwise. Contexts take turns, so that they see the same machine. In every
-other step the functions of the engine are wrapped to find the parts (overhead_parts.py); the
-totals are those of the steps between. Times are CPU time of the thread, with wall time beside.
+The real engine schedules, lays out batches, sets up draws, verifies and commits; the model is a
+script (overhead_bed.py). What a device would run is subtracted: the model, and in a column of its
+own ("draw") the kernels that draw and compare. Rows are greedy unless ``--temperature`` says
+otherwise. Contexts take turns of some steps, so that they see the same machine, and caches as warm
+as those of an engine that runs alone. In every other step the functions of the engine are wrapped
+to find the parts (overhead_parts.py); the totals are those of the steps between. Times are CPU time
+of the thread, with wall time beside.
 "loop" is what a fixed loop in plain Python took beside each step: neighbours on the same cores slow
 both down. "quiet" is the host time at the speed of the fastest loop of the run, an estimate; limits
 are judged by what was measured.
@@ -34,7 +34,16 @@ import numpy as np
 import torch
 
 from pagedraft.bench.overhead_bed import Bed, Case, set_up_is_no_garbage
-from pagedraft.bench.overhead_parts import COMMIT, HOST_PARTS, PLAN, Probes
+from pagedraft.bench.overhead_parts import (
+    COMMIT,
+    DEVICE_PARTS,
+    DRAW,
+    HOST_PARTS,
+    PARTS,
+    PLAN,
+    REST,
+    Probes,
+)
 from pagedraft.bench.overhead_profile import print_profile
 from pagedraft.bench.report import header, print_header, results_folder, write_json
 from pagedraft.bench.table import print_table
@@ -47,13 +56,16 @@ NUM_STEPS = {1: 240, 16: 200, 64: 100, 256: 50}  # of a case, half of them with 
 HOST_LIMITS = {64: 500.0, 256: 2000.0}
 PLAN_COMMIT_LIMITS = {64: 100.0, 256: 400.0}
 CONTEXT_LIMIT = 1.15
+SHOWN = (*HOST_PARTS, DRAW)
+TURN, UNMEASURED = 10, 2  # steps of a case in turn, after some that warm its memory up
 
 
 @dataclass
 class Result:
     """One case. Lists are microseconds, one entry a step.
 
-    host, wall: all of a step but the model, in CPU and wall time, of the steps without probes.
+    host, wall: all of a step but the device's work, in CPU and wall time, of the steps without
+        probes of the host's parts.
     loop: CPU time of LOOP beside these. parts: CPU time by part, of the steps with probes.
     """
 
@@ -103,17 +115,23 @@ class Result:
 
 
 def measure(cases: Sequence[Case], num_steps: int, probes: Probes) -> list[Result]:
-    """Step all cases in turn, so that they see the same machine."""
-    beds = [Bed(case, num_steps) for case in cases]
-    results = [Result(case, parts={name: [] for name in HOST_PARTS}) for case in cases]
+    """Step all cases in turn, ``num_steps`` measured steps each."""
+    device = Probes({name: part for name, part in PARTS.items() if part in DEVICE_PARTS})
+    num_turns = -(-num_steps // TURN)
+    beds = [Bed(case, num_turns * (TURN + UNMEASURED)) for case in cases]
+    results = [Result(case, parts={name: [] for name in SHOWN}) for case in cases]
     with set_up_is_no_garbage():
-        for index in range(num_steps):
+        for _ in range(num_turns):
             for bed, result in zip(beds, results, strict=True):
-                bed.prepare()
-                if index % 2:
-                    _time_parts(bed, result, probes)
-                else:
-                    _time_step(bed, result)
+                for _ in range(UNMEASURED):
+                    bed.prepare()
+                    bed.step()
+                for index in range(TURN):
+                    bed.prepare()
+                    if index % 2:
+                        _time_parts(bed, result, probes)
+                    else:
+                        _time_step(bed, result, device)
     for bed, result in zip(beds, results, strict=True):
         bed.check()
         result.accepted, result.num_ended = bed.accepted, bed.num_ended
@@ -123,21 +141,21 @@ def measure(cases: Sequence[Case], num_steps: int, probes: Probes) -> list[Resul
 def _time_parts(bed: Bed, result: Result, probes: Probes) -> None:
     with probes.installed():
         spent = probes.measure(bed.step)
-    for name in HOST_PARTS:
+    for name in SHOWN:
         result.parts[name].append(spent[name] / 1e3)
 
 
-def _time_step(bed: Bed, result: Result) -> None:
+def _time_step(bed: Bed, result: Result, device: Probes) -> None:
     began = time.thread_time_ns()
     for _ in range(LOOP):
         pass
     result.loop.append((time.thread_time_ns() - began) / 1e3)
-    target = bed.target
-    target.cpu_ns = target.wall_ns = 0
-    wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
-    bed.step()
-    result.host.append((time.thread_time_ns() - cpu - target.cpu_ns) / 1e3)
-    result.wall.append((time.perf_counter_ns() - wall - target.wall_ns) / 1e3)
+    with device.installed():
+        began = time.perf_counter_ns()
+        spent = device.measure(bed.step)
+        wall = time.perf_counter_ns() - began
+    result.host.append(spent[REST] / 1e3)
+    result.wall.append((wall - sum(spent[name] for name in DEVICE_PARTS)) / 1e3)
 
 
 def groups(options: argparse.Namespace) -> Iterator[list[Case]]:
@@ -172,7 +190,7 @@ def cells(result: Result, fastest: float) -> list[str]:
         f"{middle:.0f} [{low:.0f} {high:.0f}]",
         f"{median(result.wall):.0f}",
         f"{median(result.loop):.0f}",
-        *[f"{result.part(name):.0f}" for name in HOST_PARTS],
+        *[f"{result.part(name):.0f}" for name in SHOWN],
         f"{result.part(PLAN, COMMIT):.0f}",
         f"{result.quiet(fastest):.0f}",
         "-" if result.accepted is None else f"{result.accepted:.2f}",
@@ -195,7 +213,7 @@ def context_ratios(results: Sequence[Result]) -> dict[str, float]:
 
 def show(results: Sequence[Result]) -> None:
     """Print the table, the ratios of contexts, and what was aimed at."""
-    headers = ["rows", "context", "k", "host", "wall", "loop", *HOST_PARTS, "plan+commit"]
+    headers = ["rows", "context", "k", "host", "wall", "loop", *SHOWN, "plan+commit"]
     headers += ["quiet", "accepted", "verdict"]
     fastest = min(min(result.loop) for result in results)
     title = "Host time of a step, us, median [p20 p80]"

@@ -17,7 +17,8 @@ from typing import Any
 
 PLAN, DRAFTS, BATCH, SAMPLING, DRAW = "plan", "drafts", "batch", "sampling", "draw"
 COMMIT, REST, MODEL = "commit", "rest", "model"
-HOST_PARTS = (PLAN, DRAFTS, BATCH, SAMPLING, DRAW, COMMIT, REST)
+HOST_PARTS = (PLAN, DRAFTS, BATCH, SAMPLING, COMMIT, REST)
+DEVICE_PARTS = (DRAW, MODEL)  # kernels that run on the CPU here
 
 # "module:attribute" or "module:Class.attribute" within pagedraft. What nobody claims is of the
 # part of its caller, and at last of REST: statistics, callbacks, publishing, observers.
@@ -63,7 +64,7 @@ class Probes:
 
     def measure(self, run: Callable[[], Any]) -> dict[str, float]:
         """Call ``run``; return what it took by part."""
-        self._spent = dict.fromkeys((*HOST_PARTS, MODEL), 0.0)
+        self._spent = dict.fromkeys((*HOST_PARTS, *DEVICE_PARTS), 0.0)
         self.wrap(run, REST)()
         return self._spent
 

@@ -84,6 +84,7 @@ class Launcher:
         tensors = [tensor for cache in self._caches for tensor in cache.tensors]
         copy_blocks(tensors, torch.tensor(copies))
 
+    @torch.inference_mode()
     def launch(
         self, scheduled: Mapping[Request, int], proposals: Mapping[Request, Proposal]
     ) -> Launched:
