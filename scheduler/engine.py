@@ -277,7 +277,8 @@ class Engine:
         self.outbox.close(record)
 
     def _fail(self, request: Request, error: str) -> None:
-        self._finish(request, Kept([], "error", error=error))
+        if not request.finished:
+            self._finish(request, Kept([], "error", error=error))
 
     def _finish(self, request: Request, kept: Kept) -> None:
         request.finish_reason = kept.reason

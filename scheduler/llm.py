@@ -158,8 +158,9 @@ class LLM:
                     requests += self.submit_all(prompt, row)
                 except (ValueError, TypeError) as error:
                     raise type(error)(f"prompts[{index}]: {error}") from error
-            while not all(request.finished for request in requests):
-                self.engine.step()
+            for request in requests:
+                while not request.finished:
+                    self.engine.step()
         finally:
             for request in requests:
                 self.engine.abort(request)  # nothing is left behind, whatever was raised

@@ -17,7 +17,7 @@ from pagedraft.scheduler.request import Request
 class Outbox:
     """Tokens that callbacks have yet to get, in order, and the record of their step.
 
-    on_failure: told of a request whose callback failed, and why. caller: whose callback runs now.
+    on_failure: told of a request whose callback failed, and why; it may have ended. caller: whose callback runs now.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Outbox:
             self.caller, tokens = self._tokens.popleft()
             try:
                 error = call_back(self.caller, tokens)
-                if error is not None and not self.caller.finished:
+                if error is not None:
                     self._on_failure(self.caller, error)
             finally:
                 self.caller = None
