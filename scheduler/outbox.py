@@ -17,7 +17,8 @@ from pagedraft.scheduler.request import Request
 class Outbox:
     """Tokens that callbacks have yet to get, in order, and the record of their step.
 
-    on_failure: told of a request whose callback failed, and why; it may have ended. caller: whose callback runs now.
+    on_failure: told of a request whose callback failed, and why; it may have ended.
+    caller: whose callback runs now.
     """
 
     def __init__(
