@@ -101,7 +101,8 @@ class AsyncEngine:
         try:
             await self.shutdown(drain=kind is None)
         except asyncio.CancelledError:
-            await self.shutdown(drain=False)
+            if kind is None:  # it was draining
+                await self.shutdown(drain=False)
             raise
 
     async def start(self) -> None:

@@ -22,8 +22,13 @@ def run(coroutine: Coroutine[Any, Any, T], seconds: float = SECONDS) -> T:
     """``asyncio.run`` with a time limit; engine and tokeniser threads must have ended after it."""
 
     async def limited() -> T:
-        async with asyncio.timeout(seconds):
-            return await coroutine
+        task = asyncio.ensure_future(coroutine)
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():  # it may not even end when it is cancelled
+            task.cancel()
+            await asyncio.wait([task], timeout=2.0)
+            raise TimeoutError(f"not done within {seconds} seconds")
+        return task.result()
 
     try:
         return asyncio.run(limited())

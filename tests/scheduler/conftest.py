@@ -48,4 +48,4 @@ def make_worded(worded_target) -> Callable[..., LLM]:
 @pytest.fixture
 def no_polling(monkeypatch) -> None:
     """An engine's thread that nobody wakes sleeps longer than any test may take."""
-    monkeypatch.setattr("pagedraft.scheduler.engine_thread.ORPHAN_CHECK_SECONDS", 1000.0)
+    monkeypatch.setattr("pagedraft.scheduler.engine_thread.ORPHAN_CHECK_SECONDS", 40.0)

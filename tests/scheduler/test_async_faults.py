@@ -13,6 +13,7 @@ from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.async_engine import AsyncEngine, EngineDied
 from pagedraft.tests.scheduler.async_runs import (
     check_all_returned,
+    outcome,
     read,
     run,
     until,
@@ -188,6 +189,8 @@ def test_a_submission_that_the_engine_refuses_fails_alone(make_worded, monkeypat
             tasks += [read(engine, [5, 6, 7], replace(PARAMS, n=4))]
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert engine.stats().num_waiting == 0
+            await until(lambda: not llm.engine.has_work)
+            assert engine.stats().num_ended == {"length": 1, "abort": 4}
             return results
 
     good, *bad = run(main())
@@ -197,12 +200,12 @@ def test_a_submission_that_the_engine_refuses_fails_alone(make_worded, monkeypat
 
 
 @pytest.mark.parametrize("stop", [None, "zzz"], ids=["made by the reader", "made by the engine"])
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_token_without_text_ends_its_request_alone(make_worded, monkeypatch, stop, n):
-    """The tokenizer fails on one token of one stream."""
-    params = replace(PARAMS, stop=stop, n=n, max_tokens=20)
-    [good, *_] = make_worded().generate([[5, 6]], params)
-    bad_token = good.token_ids[4]
+def test_a_token_without_text_ends_its_sample_alone(make_worded, monkeypatch, stop):
+    """The tokenizer fails on a token of one sample of three, which then runs no further."""
+    params = replace(PARAMS, stop=stop, n=3, max_tokens=60)
+    samples = [outcome(c) for c in make_worded().generate([[5, 6]], params)]
+    others = {token for sample in samples[1:] for token in sample.token_ids}
+    bad_token = next(token for token in samples[0].token_ids if token not in others)
     llm = make_worded()
     push = Detokenizer.push
 
@@ -211,17 +214,15 @@ def test_a_token_without_text_ends_its_request_alone(make_worded, monkeypatch, s
             raise OverflowError("no such token")
         return push(self, token_id)
 
-    monkeypatch.setattr(Detokenizer, "push", picky)
-
     async def main():
         async with AsyncEngine(llm) as engine:
-            tasks = [read(engine, [5, 6], params), engine.generate([7], PARAMS)]
-            return await asyncio.gather(*tasks)
+            monkeypatch.setattr(Detokenizer, "push", picky)
+            return await read(engine, [5, 6], params), engine.stats().num_ended
 
-    outcomes, [other] = run(main())
-    first = outcomes[0]
-    assert first.finish_reason == "error"
-    assert "OverflowError: no such token" in first.error
-    assert good.token_ids[: len(first.token_ids)] == first.token_ids
-    assert other.finish_reason == "length"
+    (bad, *rest), num_ended = run(main())
+    assert (bad.finish_reason, rest) == ("error", samples[1:])
+    assert "OverflowError: no such token" in bad.error
+    assert samples[0].token_ids[: len(bad.token_ids)] == bad.token_ids
+    assert samples[0].text.startswith(bad.text)
+    assert num_ended == {"length": 2, "error" if stop else "abort": 1}
     check_all_returned(llm)

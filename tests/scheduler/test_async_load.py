@@ -85,26 +85,50 @@ def test_an_idle_engine_sleeps(make_worded):
     assert seconds < 0.1
 
 
+def count_wake_ups(monkeypatch, loop) -> list:
+    """A list that grows with each time the engine's thread wakes the loop."""
+    calls, call = [], loop.call_soon_threadsafe
+
+    def counted(callback, *args, **kwargs):
+        if threading.current_thread().name == "pagedraft-engine":
+            calls.append(callback)
+        return call(callback, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    return calls
+
+
 def test_the_event_loop_is_woken_once_a_step(make_worded, monkeypatch):
     async def main():
-        loop, calls = asyncio.get_running_loop(), []
         async with AsyncEngine(make_worded(speculate="off")) as engine:
             streams = [await engine.submit([i], PARAMS) for i in range(3, 43)]
-            call = loop.call_soon_threadsafe
-
-            def counted(callback, *args, **kwargs):
-                if threading.current_thread().name == "pagedraft-engine":
-                    calls.append(callback)
-                return call(callback, *args, **kwargs)
-
-            monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
-            for stream in streams:
-                await stream.completions()
-            monkeypatch.undo()
+            with monkeypatch.context() as patch:
+                calls = count_wake_ups(patch, asyncio.get_running_loop())
+                for stream in streams:
+                    await stream.completions()
             return len(calls), engine.stats().engine.num_steps
 
     num_calls, num_steps = run(main())
     assert num_calls <= num_steps
+
+
+def test_an_event_loop_that_is_held_up_is_woken_once(make_worded, monkeypatch):
+    async def main():
+        async with AsyncEngine(make_worded(speculate="off")) as engine:
+            stream = await engine.submit([5], PARAMS)
+            await anext(stream)
+            with monkeypatch.context() as patch:
+                calls = count_wake_ups(patch, asyncio.get_running_loop())
+                deadline = time.monotonic() + 10
+                while engine.stats().num_ended != {"length": 1} and time.monotonic() < deadline:
+                    time.sleep(0.001)
+            parts = [part async for part in stream]
+            return len(calls), [len(part.token_ids) for part in parts]
+
+    num_calls, lengths = run(main())
+    assert num_calls <= 1
+    assert sum(lengths) == 5
+    assert len(lengths) <= 2
 
 
 def test_stats_count_what_came_and_went(make_worded):

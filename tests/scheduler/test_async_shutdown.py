@@ -84,6 +84,25 @@ def test_a_drain_waits_for_what_is_being_tokenised(make_worded, monkeypatch):
     assert run(main())[0].finish_reason == "length"
 
 
+def test_a_drain_does_not_wait_for_a_client_that_has_gone(make_worded, monkeypatch):
+    """One that went while its prompt was tokenised."""
+    llm = make_worded()
+    go_on = threading.Event()
+
+    async def main():
+        async with AsyncEngine(llm) as engine:
+            monkeypatch.setattr(llm.tokenizer, "encode", lambda text: go_on.wait(20) and [5])
+            task = asyncio.create_task(engine.generate("abc", PARAMS))
+            await until(lambda: engine.stats().num_waiting)
+            draining = asyncio.create_task(engine.shutdown())
+            await asyncio.sleep(0.02)
+            task.cancel()
+            await draining
+            go_on.set()
+
+    run(main())
+
+
 def test_a_shutdown_refuses_what_is_being_tokenised(make_worded, monkeypatch):
     llm = make_worded()
     go_on, encode = threading.Event(), llm.tokenizer.encode

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedraft.decoding.detokenize import OutputText
+from pagedraft.decoding.detokenize import Detokenizer
 from pagedraft.decoding.params import SamplingParams
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.llm import LLM
@@ -30,15 +30,15 @@ VOCAB = len(TOKENIZER)
 
 
 def fail_at(monkeypatch, token: int, error: BaseException) -> Callable[[], None]:
-    """Let ``OutputText.push`` raise at ``token``; return what ends that."""
-    push = OutputText.push
+    """Let detokenizers raise at ``token``; return what ends that."""
+    push = Detokenizer.push
 
-    def failing(self: OutputText, token_id: int) -> str | None:
+    def failing(self: Detokenizer, token_id: int) -> str:
         if token_id == token:
             raise error
         return push(self, token_id)
 
-    monkeypatch.setattr(OutputText, "push", failing)
+    monkeypatch.setattr(Detokenizer, "push", failing)
     return monkeypatch.undo
 
 
