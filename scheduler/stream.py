@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pagedraft.decoding.detokenize import Detokenizer
 from pagedraft.decoding.failure import describe
@@ -53,7 +53,8 @@ class Update:
         self.is_last = later.is_last
 
 
-class Part(NamedTuple):
+@dataclass(slots=True)
+class Part:
     """What a stream yields: tokens of one sample, of one step or of several that were not read.
 
     text: what has become final; tokens without text yet have theirs in a later part. All parts
@@ -195,7 +196,12 @@ class Stream:
             logprobs=None if request.params.logprobs is None else update.logprobs,
             index=request.sequence.sample_index,
         )
-        return _last(part, request, error) if sample.is_read else part
+        if sample.is_read:
+            part.finish_reason, part.stop_reason = request.finish_reason, request.stop_reason
+            part.error = request.error
+        if error is not None:
+            part.finish_reason, part.stop_reason, part.error = "error", None, error
+        return part
 
 
 def _text(sample: _Sample, update: Update) -> str:
@@ -207,14 +213,3 @@ def _text(sample: _Sample, update: Update) -> str:
     if update.is_last and output_text is not None:
         return output_text.text[sample.num_shown :]
     return update.text
-
-
-def _last(part: Part, request: Request, error: str | None) -> Part:
-    """``part`` with why its sample ended; ``error``: its text could not be made."""
-    if error is not None:
-        return part._replace(finish_reason="error", error=request.error or error)
-    return part._replace(
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-        error=request.error,
-    )
