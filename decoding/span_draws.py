@@ -57,7 +57,8 @@ class SpanDraws:
             row_Q = np.arange(len(first_R)).repeat(lengths_R)
             vectors = {name: values_R[row_Q] for name, values_R in by_field.items()}
             vectors["position_Q"] = first_R[row_Q] + np.arange(num_rows)
-        return SampleBatch(**{name: _moved(values, device) for name, values in vectors.items()})
+        fields: dict[str, Any] = {name: _moved(values, device) for name, values in vectors.items()}
+        return SampleBatch(**fields)
 
     def _of(self, sequences: Seq[Sequence]) -> _Numbers:
         if self._numbers.sequences != sequences:  # compares identities
@@ -68,7 +69,7 @@ class SpanDraws:
 def _gather(sequences: list[Sequence]) -> _Numbers:
     """Fields that are neutral for all sequences are left out."""
     rules = [sequence.rules for sequence in sequences]
-    by_field = {
+    by_field: dict[str, np.ndarray] = {
         "temperature_Q": np.array([s.temperature for s in sequences], np.float32),
         "seed_Q": np.array([s.signed_seed for s in sequences], np.int64),
     }

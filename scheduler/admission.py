@@ -25,11 +25,12 @@ def check_request(
     sequence = request.sequence
     if not sequence.token_ids:
         raise ValueError("prompt: expected at least one token, got none")
-    for index, token in enumerate(sequence.token_ids):
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"prompt[{index}]: expected a token id from 0 to {vocab_size - 1}, got {token}"
-            )
+    if min(sequence.token_ids) < 0 or max(sequence.token_ids) >= vocab_size:
+        bad = [i for i, token in enumerate(sequence.token_ids) if not 0 <= token < vocab_size]
+        raise ValueError(
+            f"prompt[{bad[0]}]: expected a token id from 0 to {vocab_size - 1}, "
+            f"got {sequence.token_ids[bad[0]]}"
+        )
     if sequence.num_tokens >= request.max_context:
         raise ValueError(
             f"prompt: {sequence.num_tokens} tokens leave no room to generate in a context of "

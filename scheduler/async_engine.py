@@ -18,7 +18,6 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from weakref import WeakValueDictionary
 
 from pagedraft.decoding.params import SamplingParams, check_int
-from pagedraft.scheduler.admission import check_request
 from pagedraft.scheduler.engine_thread import (
     Counts,
     EngineClosed,
@@ -106,7 +105,7 @@ class AsyncEngine:
             raise
 
     async def start(self) -> None:
-        """Start the engine in the running event loop; ``async with`` does it."""
+        """Start the engine in the running event loop, warmed up on a GPU; ``async with`` does."""
         if self._loop is not None:
             raise RuntimeError("AsyncEngine: it was started before; make a new one")
         if self.llm.engine.has_work:
@@ -115,6 +114,8 @@ class AsyncEngine:
         if self.llm.tokenizer is not None:
             # The first call may change settings of the tokenizer, which threads then share.
             await self._in_worker(self.llm.tokenizer.encode, "")
+        if self.llm.target.device.type == "cuda":  # no request shall wait for a compiler
+            await self._in_worker(self.llm.engine.warm_up)
         thread = EngineThread(
             self.llm.engine, self.max_waiting, self._report, self._on_end, lambda: _is_over(loop)
         )
@@ -230,7 +231,7 @@ class AsyncEngine:
         if _is_conversation(prompt):
             ids = self.llm.chat_ids(ids)
         requests = self.llm.prepare(ids, params, index, **options)
-        check_request(requests[0], self.llm.target.config.vocab_size, self.llm.engine.pool)
+        self.llm.engine.check(requests[0])
         return requests
 
     async def _in_worker(self, function: Callable[..., T], *args: Any) -> T:

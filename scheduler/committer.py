@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from pagedraft.scheduler.launch import Launched
 from pagedraft.scheduler.logprobs import add_logprobs
 from pagedraft.scheduler.observer import StepRecord
-from pagedraft.scheduler.outbox import Outbox
 from pagedraft.scheduler.output import Kept, is_in_doubt, keep
 from pagedraft.scheduler.request import Request
-from pagedraft.scheduler.speculation import Speculation
-from pagedraft.scheduler.waiting import WaitingQueue
+
+if TYPE_CHECKING:
+    from pagedraft.scheduler.engine import Engine
 
 
 class Committer:
     """Commits the steps of one engine. finish: ends a request for a reason."""
 
-    def __init__(
-        self,
-        speculation: Callable[[], Speculation],
-        waiting: WaitingQueue[Request],
-        outbox: Outbox,
-        finish: Callable[[Request, Kept], None],
-    ) -> None:
-        self._speculation = speculation
-        self._waiting = waiting
-        self._outbox = outbox
+    def __init__(self, engine: Engine, finish: Callable[[Request, Kept], None]) -> None:
+        self._engine = engine
         self._finish = finish
 
     def commit(self, launched: Launched, verified: list[list[int]], record: StepRecord) -> None:
@@ -37,8 +30,9 @@ class Committer:
             if request.row >= 0:  # else a callback of the step before ended or preempted it
                 request.sequence.num_written += num_tokens
         now = time.perf_counter()
-        emitted, settle = record.emitted, self._speculation().settle
-        is_contended, outbox = bool(self._waiting), self._outbox
+        emitted, settle = record.emitted, self._engine.speculation.settle
+        outbox, waiting = self._engine.outbox, self._engine.waiting
+        is_contended = bool(waiting)
         rows = zip(step.sampled, step.proposals, verified, strict=True)
         for index, (request, proposal, tokens) in enumerate(rows):
             sequence, num_new = request.sequence, len(tokens)
@@ -56,7 +50,7 @@ class Committer:
                 if request.on_tokens is not None:
                     outbox.put(request, tokens)
                 if is_contended:
-                    self._waiting.charge(request.tenant, num_new)
+                    waiting.charge(request.tenant, num_new)
             elif request.row >= 0:
                 self._commit_row(launched, index, tokens, now, record)
 
@@ -70,15 +64,15 @@ class Committer:
             return
         kept = keep(request, tokens)
         count = len(kept.tokens)
-        self._speculation().settle(request, proposal, tokens, count)
+        self._engine.speculation.settle(request, proposal, tokens, count)
         if count:
             if request.params.logprobs is not None:
                 add_logprobs(request, launched.logits_of(index)[:count], kept.tokens)
             request.stats.emissions.append((now, count))
             request.sequence.append(kept.tokens)
             record.emitted[request] = kept.tokens
-            self._outbox.put(request, kept.tokens)
-            self._waiting.charge(request.tenant, count)
+            self._engine.outbox.put(request, kept.tokens)
+            self._engine.waiting.charge(request.tenant, count)
         if kept.reason is not None:
             self._finish(request, kept)
 
@@ -89,4 +83,4 @@ class Committer:
         sees them.
         """
         request.sequence.append([])
-        self._speculation().turn_off(request, None, "NaN in a step with drafts")
+        self._engine.speculation.turn_off(request, None, "NaN in a step with drafts")

@@ -42,9 +42,8 @@ from pagedraft.scheduler.warm_up import Progress, WarmUpReport
 class Engine:
     """Continuous batching over one target model, with or without drafters.
 
-    caches: KV pools of the same blocks, the target's first.
-    prefix_cache: keep the KV of ended requests for prompts that begin the same, until its blocks
-        are needed.
+    caches: KV pools of the same blocks, the target's first. prefix_cache: keep the KV of ended
+        requests for prompts that begin the same, until its blocks are needed.
     token_budget: most tokens a step feeds; max_rows: most requests a step runs; chunk_tokens: most
     prompt tokens one request feeds in a step (None: the budget).
     swap_bytes: host memory for the KV of preempted requests, where copying is faster than computing
@@ -71,15 +70,14 @@ class Engine:
         overlap: bool | None = None,
         observers: Seq[Observer] = (),
     ) -> None:
-        for name, value in (("token_budget", token_budget), ("max_rows", max_rows)):
-            check_int(name, value, 1)
-        if chunk_tokens is not None:
-            check_int("chunk_tokens", chunk_tokens, 1)
+        check_int("token_budget", token_budget, 1)
+        check_int("max_rows", max_rows, 1)
+        check_int("chunk_tokens", 1 if chunk_tokens is None else chunk_tokens, 1)
+        check_int("swap_bytes", swap_bytes, 0)
         self.target = target
         self.caches = list(caches)
         self.cache = self.caches[0]
         self.pool = BlockPool(self.cache.num_blocks, self.cache.block_size)
-        check_int("swap_bytes", swap_bytes, 0)
         swap = SwapSpace(self.caches, swap_bytes) if swap_bytes else None
         self.prefixes = Prefixes(self.pool, prefix_cache, swap=swap)
         self.speculation = Speculation(
@@ -103,9 +101,7 @@ class Engine:
         self._roster = Roster(rows)
         self.waiting, self.running = self._roster.waiting, self._roster.running
         self.launcher = Launcher(target, self.caches, rows)
-        self._committer = Committer(
-            lambda: self.speculation, self.waiting, self.outbox, self._finish
-        )
+        self._committer = Committer(self, self._finish)
         self._limit = StepLimit()
         self.num_steps = 0
         self._is_stepping = False
@@ -115,9 +111,13 @@ class Engine:
         """Whether any request waits or runs, or has tokens that its callback has yet to get."""
         return bool(self.waiting or self.running) or not self.outbox.is_empty
 
-    def add(self, request: Request) -> None:
-        """Queue a request, or raise ValueError naming what makes it impossible."""
+    def check(self, request: Request) -> None:
+        """Raise ValueError or TypeError naming what makes a request impossible; any thread may."""
         check_request(request, self.target.config.vocab_size, self.pool)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that passes ``check``."""
+        self.check(request)
         self._roster.add(request)
         self.pace.admit(request)
         self.speculation.admit(request)
@@ -148,8 +148,7 @@ class Engine:
     def warm_up(self, progress: Progress | None = None) -> WarmUpReport:
         """Compile all that a load can need and, on a GPU, capture graphs; while nothing runs.
 
-        progress: told (done, of how many, what) after each pass, draw and graph. Afterwards no
-        kernel compiles.
+        progress: told (done, of how many, what) after each pass, draw and graph.
         """
         return self.launcher.warm_up(self, progress)
 
@@ -187,8 +186,7 @@ class Engine:
             self.outbox.failed(record, error)
             if not is_out_of_memory(error):
                 raise
-            self._make_room(plan, error)
-            return []
+            return self._make_room(plan, error)
         self._committer.commit(launched, verified, record)
         self._end_step(launched.step, record)
         if not (self.overlap and (self.running or self.waiting)):
@@ -252,18 +250,22 @@ class Engine:
         record.launched = time.perf_counter()
         return launched
 
-    def _make_room(self, plan: StepPlan[Request], error: BaseException) -> None:
-        """A step ran out of memory: the next ones feed half of it, and fewer rows run."""
+    def _make_room(self, plan: StepPlan[Request], error: BaseException) -> list[Request]:
+        """A step ran out of memory: the next ones feed half of it, and fewer rows run.
+
+        Returns the request that ended: one that was alone, with a single token.
+        """
         num_fed = sum(plan.scheduled.values())
         free_device_memory(self.target.device)
         self.stats.num_out_of_memory += 1
         if num_fed == 1:
             [request] = plan.scheduled
             self._fail(request, f"out of memory: {error}")
-            return
+            return [request]
         self._limit.shrink(num_fed)
         for request in self.running[self._limit.cap(num_fed) :]:
             self._retire(request, save=False)
+        return []
 
     def _end_step(self, step: Step, record: StepRecord) -> None:
         """Publish what has been computed, give back what no query sees again, and learn."""
