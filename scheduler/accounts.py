@@ -20,8 +20,9 @@ def account(engine: Engine, step: Step, record: StepRecord) -> None:
     record.finished = time.perf_counter()
     seconds = record.finished - record.began
     num_fed = step.batch.num_tokens
-    num_kept = sum(map(len, record.emitted.values()))
-    engine.speculation.record_step(record.scheduled, record.drafts, num_fed, num_kept, seconds)
+    engine.speculation.record_step(
+        record.scheduled, record.drafts, num_fed, record.num_kept, seconds
+    )
     engine.pace.record(record.scheduled, seconds)
     if engine.prefixes.swap is not None:
         engine.prefixes.swap.policy.record_step(num_fed - step.batch.num_logits, seconds)
@@ -30,6 +31,6 @@ def account(engine: Engine, step: Step, record: StepRecord) -> None:
         sequence = request.sequence
         used += sequence.num_written
         owned += len(sequence.block_ids)
-    engine.stats.record(seconds, num_fed, num_kept, used, owned * engine.pool.block_size)
+    engine.stats.record(seconds, num_fed, record.num_kept, used, owned * engine.pool.block_size)
     record.num_waiting, record.num_running = len(engine.waiting), len(engine.running)
     record.num_free, record.num_evictable = engine.pool.num_free, engine.pool.num_evictable

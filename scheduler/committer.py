@@ -30,9 +30,10 @@ class Committer:
             if request.row >= 0:  # else a callback of the step before ended or preempted it
                 request.sequence.num_written += num_tokens
         now = time.perf_counter()
-        emitted, settle = record.emitted, self._engine.speculation.settle
+        emitted = record.emitted if self._engine.observers else None
+        settle = self._engine.speculation.settle
         outbox, waiting = self._engine.outbox, self._engine.waiting
-        is_contended = bool(waiting)
+        is_contended, num_kept = bool(waiting), 0
         rows = zip(step.sampled, step.proposals, verified, strict=True)
         for index, (request, proposal, tokens) in enumerate(rows):
             sequence, num_new = request.sequence, len(tokens)
@@ -46,22 +47,25 @@ class Committer:
                 settle(request, proposal, tokens, num_new)
                 request.stats.emissions.append((now, num_new))
                 sequence.append(tokens)
-                emitted[request] = tokens
+                num_kept += num_new
+                if emitted is not None:
+                    emitted[request] = tokens
                 if request.on_tokens is not None:
                     outbox.put(request, tokens)
                 if is_contended:
                     waiting.charge(request.tenant, num_new)
             elif request.row >= 0:
-                self._commit_row(launched, index, tokens, now, record)
+                num_kept += self._commit_row(launched, index, tokens, now, record)
+        record.num_kept = num_kept
 
     def _commit_row(
         self, launched: Launched, index: int, tokens: list[int], now: float, record: StepRecord
-    ) -> None:
-        """A row that may keep less, end, fail, or wants its log-probabilities."""
+    ) -> int:
+        """A row that may keep less, end, fail, or wants its log-probabilities; how many it kept."""
         request, proposal = launched.step.sampled[index], launched.step.proposals[index]
         if tokens[-1] < 0 and proposal.tokens and is_in_doubt(request, len(tokens)):
             self._retry_without_drafts(request)
-            return
+            return 0
         kept = keep(request, tokens)
         count = len(kept.tokens)
         self._engine.speculation.settle(request, proposal, tokens, count)
@@ -75,6 +79,7 @@ class Committer:
             self._engine.waiting.charge(request.tenant, count)
         if kept.reason is not None:
             self._finish(request, kept)
+        return count
 
     def _retry_without_drafts(self, request: Request) -> None:
         """Decode this step's tokens again one by one: the NaN may be a rejected draft's.

@@ -20,7 +20,8 @@ class StepRecord:
 
     index: number of the step, from 0. scheduled: each row's span in tokens, drafts included, in row
     order. wanted: drafts that rows were to get, where any; fewer were granted where room was short.
-    drafts: what was verified. emitted: what each request kept, in the order it was kept.
+    drafts: what was verified. emitted: what each request kept, in the order it was kept, where
+    anybody observes; num_kept: how many tokens that were.
     admitted, preempted: by the plan of this step. prompt_budget, urgent: what the plan was given
     besides the queues (see plan_step). began, planned, drafted, launched, finished: when the plan
     began and ended, when drafts were there, when the forward pass was under way, and when all of
@@ -38,6 +39,7 @@ class StepRecord:
     wanted: Mapping[Request, int] = field(default_factory=dict)
     drafts: Mapping[Request, Proposal] = field(default_factory=dict)
     emitted: dict[Request, list[int]] = field(default_factory=dict)
+    num_kept: int = 0
     admitted: Seq[Request] = ()
     preempted: Seq[Request] = ()
     prompt_budget: int | None = None
