@@ -2,8 +2,8 @@
 
 Kernels first (each gated by a comparison with its reference), then a short sweep of attention
 (modelled only, without a CUDA device), then the engine against transformers on the demo model,
-its host time and the KV slots it wastes beside a fake model, latency targets, draft lengths against
-plain decoding, and what quantised weights cost in quality. ``python -m pagedraft.bench.kernels
+its host time and the KV slots it wastes beside a fake model, latency targets (a short run), draft lengths
+against plain decoding, and what quantised weights cost in quality. ``python -m pagedraft.bench.kernels
 --help`` has the options of one part.
 """
 
@@ -21,7 +21,7 @@ PARTS: dict[str, Callable[[list[str]], int]] = {
     "engine": engine.main,
     "overhead": overhead.main,
     "kv_waste": kv_waste.main,
-    "latency": latency.main,
+    "latency": lambda _: latency.main(["--rounds", "1", "--requests", "8"]),
     "speculation": speculation.main,
     "quality": quality.main,
 }
