@@ -2,9 +2,9 @@
 
 Kernels first (each gated by a comparison with its reference), then a short sweep of attention
 (modelled only, without a CUDA device), then the engine against transformers on the demo model,
-its host time and the KV slots it wastes beside a fake model, latency targets (a short run), draft lengths
-against plain decoding, and what quantised weights cost in quality. ``python -m pagedraft.bench.kernels
---help`` has the options of one part.
+its host time and the KV slots it wastes beside a fake model, a short run of latency targets, draft
+lengths against plain decoding, and what quantised weights cost in quality. ``python -m
+pagedraft.bench.kernels --help`` has the options of one part.
 """
 
 from __future__ import annotations
