@@ -56,9 +56,14 @@ class RowTable:
         self.num_rows = last
 
     def extend(self, row: int, block_ids: Sequence[int]) -> None:
-        """Set what ``block_ids``, all blocks of the row, has more than the row had before."""
+        """Set what ``block_ids``, all blocks of the row, has more than the row had before.
+
+        With fewer than before they are others: all are set.
+        """
         first, end = self.num_set[row], len(block_ids)
-        if end > first:
+        if end < first:
+            first = 0
+        if end != self.num_set[row]:
             self.host_RM[row, first:end] = block_ids[first:]
             self.num_set[row] = end
             self._note(row, first, end)

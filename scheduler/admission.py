@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagedraft.model.block_pool import BlockPool
+from pagedraft.model.config import ModelConfig
 from pagedraft.scheduler.pace import check_target
 from pagedraft.scheduler.plan import fits_pool
 from pagedraft.scheduler.request import Request
@@ -11,7 +12,7 @@ from pagedraft.scheduler.window import Window
 
 def check_request(
     request: Request,
-    vocab_size: int,
+    config: ModelConfig,
     pool: BlockPool,
     window: Window | None = None,
     max_span: int = 1,
@@ -22,7 +23,8 @@ def check_request(
     max_span: most tokens that one request feeds in a step; counts only with a window.
     """
     _check_fields(request)
-    sequence = request.sequence
+    _check_is_new(request)
+    sequence, vocab_size = request.sequence, config.vocab_size
     if not sequence.token_ids:
         raise ValueError("prompt: expected at least one token, got none")
     if min(sequence.token_ids) < 0 or max(sequence.token_ids) >= vocab_size:
@@ -30,6 +32,10 @@ def check_request(
         raise ValueError(
             f"prompt[{bad[0]}]: expected a token id from 0 to {vocab_size - 1}, "
             f"got {sequence.token_ids[bad[0]]}"
+        )
+    if request.max_context > config.max_positions:
+        raise ValueError(
+            f"max_context: expected at most {config.max_positions}, got {request.max_context}"
         )
     if sequence.num_tokens >= request.max_context:
         raise ValueError(
@@ -44,6 +50,18 @@ def check_request(
             f"prompt: {sequence.num_tokens} tokens and up to {total - sequence.num_tokens} new "
             f"ones need {pool.blocks_for(total)} KV blocks of {pool.block_size} "
             f"tokens; the pool has {pool.num_usable}"
+        )
+
+
+def _check_is_new(request: Request) -> None:
+    """Raise unless nobody runs the request yet, and somebody does or did its parent."""
+    if request.arrival >= 0 or request.row >= 0 or request.block_ids:
+        raise ValueError(f"request {request.request_id!r}: it was submitted before")
+    parent = request.parent
+    if parent is not None and parent.arrival < 0 and not parent.finished:
+        raise ValueError(
+            f"request {request.request_id!r}: expected its parent {parent.request_id!r} to be "
+            "submitted before it"
         )
 
 

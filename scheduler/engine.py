@@ -113,7 +113,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise ValueError or TypeError naming what makes a request impossible; any thread may."""
-        check_request(request, self.target.config.vocab_size, self.pool)
+        check_request(request, self.target.config, self.pool)
 
     def add(self, request: Request) -> None:
         """Queue a request that passes ``check``."""
@@ -125,14 +125,17 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now, wherever it stands; its blocks go back. A no-op if it has ended."""
-        if not request.finished:
-            self._finish(request, Kept([], "abort"))
-            self.outbox.aborted(request)
+        if request.finished:
+            return
+        if not self._roster.holds(request):
+            raise ValueError(f"request {request.request_id!r}: expected one of this engine")
+        self._finish(request, Kept([], "abort"))
+        self.outbox.aborted(request)
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks; it runs again later and keeps its output."""
-        if request.row < 0:
-            raise ValueError(f"request {request.request_id!r}: expected one that runs")
+        if request.row < 0 or not self._roster.holds(request):
+            raise ValueError(f"request {request.request_id!r}: expected one that runs here")
         self._retire(request, save=True)
 
     def _retire(self, request: Request, save: bool) -> None:
@@ -186,7 +189,7 @@ class Engine:
             self.outbox.failed(record, error)
             if not is_out_of_memory(error):
                 raise
-            return self._make_room(plan, error)
+            return self._make_room(plan, record, error)
         self._committer.commit(launched, verified, record)
         self._end_step(launched.step, record)
         if not (self.overlap and (self.running or self.waiting)):
@@ -197,20 +200,24 @@ class Engine:
         """Plan the step and move requests between the queues."""
         self.speculation.decide(self.running, self._num_other_tokens())
         budget, urgent = self.pace.plan(self.running, self.waiting, record.began)
-        plan = plan_step(
-            self.waiting,
-            self.running,
-            self.pool,
-            self._limit.cap(self.token_budget),
-            self.max_rows,
-            self.chunk_tokens,
-            self.prefixes,
-            prompt_budget=budget,
-            urgent=urgent,
-        )
-        for request in plan.preempted:
-            self._requeue(request)
-        self._roster.admit(plan)
+        try:
+            plan = plan_step(
+                self.waiting,
+                self.running,
+                self.pool,
+                self._limit.cap(self.token_budget),
+                min(self.max_rows, self._roster.rows.max_rows),
+                self.chunk_tokens,
+                self.prefixes,
+                prompt_budget=budget,
+                urgent=urgent,
+            )
+            for request in plan.preempted:
+                self._requeue(request)
+            self._roster.admit(plan)
+        except BaseException:  # an interrupt too: a plan that is made in part is none
+            self._roster.restore(self.prefixes)
+            raise
         for request in plan.admitted:
             request.stats.num_cached_tokens += request.num_written
         record.planned = time.perf_counter()
@@ -230,7 +237,8 @@ class Engine:
     def _requeue(self, request: Request) -> None:
         """Let a running request without KV wait again."""
         self._roster.requeue(request)
-        self._forget(request)
+        self.prefixes.forget(request)
+        self.speculation.forget(request)
 
     def _launch(self, plan: StepPlan[Request], record: StepRecord) -> Launched:
         """Put the whole step on the device: copies, drafts, forward pass, draws and verdict."""
@@ -250,7 +258,9 @@ class Engine:
         record.launched = time.perf_counter()
         return launched
 
-    def _make_room(self, plan: StepPlan[Request], error: BaseException) -> list[Request]:
+    def _make_room(
+        self, plan: StepPlan[Request], record: StepRecord, error: BaseException
+    ) -> list[Request]:
         """A step ran out of memory: the next ones feed half of it, and fewer rows run.
 
         Returns the request that ended: one that was alone, with a single token.
@@ -258,6 +268,10 @@ class Engine:
         num_fed = sum(plan.scheduled.values())
         free_device_memory(self.target.device)
         self.stats.num_out_of_memory += 1
+        if not record.drafted:  # copies failed, not the pass: compute what they would have brought
+            for request in plan.admitted:
+                self.prefixes.drop_saved(request)
+            return []
         if num_fed == 1:
             [request] = plan.scheduled
             self._fail(request, f"out of memory: {error}")
@@ -288,13 +302,10 @@ class Engine:
         request.error = kept.error
         if request.block_ids and kept.reason != "error":  # whose KV may hold what went wrong
             self.prefixes.publish(request)
-        self._forget(request)
+        self.prefixes.forget(request)
         self.pace.forget(request)
         self._roster.remove(request)
         if request.block_ids:
             self.pool.free(request.request_id, request.block_ids)
             request.block_ids.clear()
-
-    def _forget(self, request: Request) -> None:
-        self.speculation.forget(request)
-        self.prefixes.forget(request)
+        self.speculation.forget(request)  # last: drafters are anybody's code

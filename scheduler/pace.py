@@ -38,6 +38,7 @@ PATIENCE = 4.0
 RESERVE = 0.25  # of a first-token target, kept beside a whole step for errors of all kinds
 SELDOM = 16  # without targets one step of so many is measured, besides those of large chunks
 LARGE = 64  # tokens of one row
+PLAIN_EVERY = 4  # of the steps with urgent requests one goes by rank alone, so that nobody starves
 
 
 class Queue(Protocol):
@@ -99,6 +100,7 @@ class Pace:
         self._between: dict[Request, float] = {}  # live, by itl target
         self._first: dict[Request, float] = {}  # live, without a token, by ttft target
         self._num_seen = 0
+        self._num_urgent = 0  # steps that somebody was urgent in
 
     @property
     def has_targets(self) -> bool:
@@ -137,6 +139,9 @@ class Pace:
         ordered = self._by_urgency(awaited, chunk, load, now) if awaited else []
         can_admit = self.max_rows is None or len(running) < self.max_rows
         able = (r for r in ordered if can_admit or r not in waiting)
+        self._num_urgent += bool(ordered)
+        if self._num_urgent % PLAIN_EVERY == 0:
+            return Verdict(budget)
         return Verdict(budget, tuple(self._fill(able, chunk)))
 
     def record(self, scheduled: Mapping[Request, int], seconds: float) -> None:

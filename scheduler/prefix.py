@@ -112,6 +112,12 @@ class Prefixes:
         self._give_back(request)
         request.drop_kv()
 
+    def drop_saved(self, request: Request) -> None:
+        """Forget KV on the host that could not be copied back: it is computed again."""
+        self._resumes.pop(request, None)
+        if self.swap is not None:
+            self.swap.drop(request)
+
     def take_copies(self) -> list[tuple[int, int]]:
         """(source, destination) blocks that this step's forks need copied, in all KV pools.
 

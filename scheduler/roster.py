@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from pagedraft.scheduler.plan import StepPlan
+from pagedraft.scheduler.prefix import Prefixes
 from pagedraft.scheduler.request import Request
 from pagedraft.scheduler.rows import Rows
 from pagedraft.scheduler.waiting import WaitingQueue
@@ -51,6 +52,23 @@ class Roster:
         """Let a running request, which has lost its KV, wait again."""
         self._stop(request)
         self.waiting.push(request)
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request waits or runs here."""
+        return request in self.waiting or self.rows.holds(request)
+
+    def restore(self, prefixes: Prefixes) -> None:
+        """Make queues and blocks agree again after a plan that failed on its way.
+
+        Who runs owns blocks, who waits does not. O(live requests).
+        """
+        for request in [*self.running]:
+            if not request.block_ids:
+                self.requeue(request)
+                prefixes.forget(request)
+        for request in self.waiting:
+            if request.block_ids:
+                prefixes.detach(request)
 
     def remove(self, request: Request) -> None:
         """Drop a request that has ended."""

@@ -93,6 +93,7 @@ class Rows:
         device: torch.device,
         row_multiple: int,
     ) -> None:
+        self.max_rows = max_rows
         self._table = RowTable(max_rows, max_blocks, device)
         self._requests: list[Request] = []
         self._layout: dict[str, Any] = {"block_size": block_size, "row_multiple": row_multiple}
@@ -108,6 +109,10 @@ class Rows:
     def table_RM(self) -> torch.Tensor:
         """The whole block table on the device; steps bring views of it."""
         return self._table.device_RM
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request has a row here."""
+        return 0 <= request.row < len(self._requests) and self._requests[request.row] is request
 
     def join(self, request: Request) -> None:
         """Give a request a row."""
@@ -142,6 +147,8 @@ class Rows:
             if num_blocks > num_columns:
                 num_columns = num_blocks
             if num_blocks != table.num_set[row]:
+                if not table.num_set[row]:  # its first step: what it shares is known from here on
+                    self._common_R = self._runs = None
                 table.extend(row, request.sequence.block_ids)
             spans.add(request, num_tokens, proposals.get(request, NOTHING))
         starts_R = np.array(spans.starts)
@@ -179,7 +186,7 @@ class Rows:
         table_RM = self._table.host_RM[: len(self._requests)]
         common_R = np.zeros(len(self._requests), dtype=np.int64)
         for row in np.flatnonzero(table_RM[1:, 0] == table_RM[:-1, 0]) + 1:
-            count = min(len(r.sequence.block_ids) for r in self._requests[row - 1 : row + 1])
+            count = min(self._table.num_set[row - 1 : row + 1])
             differs = np.flatnonzero(table_RM[row, :count] != table_RM[row - 1, :count])
             count = int(differs[0]) if len(differs) else count
             common_R[row] = count * self._block_size // SEGMENT * SEGMENT

@@ -163,9 +163,9 @@ class SwapSpace:
         began = self._clock()
         try:
             rows = self._new_rows(end - first)
-        except RuntimeError:  # no host memory: what is lost is time
+            self._gather(sequence.block_ids[first:end], rows)
+        except (RuntimeError, MemoryError):  # no memory on either side: what is lost is time
             return False
-        self._gather(sequence.block_ids[first:end], rows)
         seconds = self._clock() - began
         num_drafted = min(sequence.num_draft_written, sequence.num_written)
         self._saved[request] = Saved(sequence.num_written, num_drafted, first, rows, seconds)

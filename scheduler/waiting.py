@@ -11,7 +11,8 @@ other, each until its account reaches the next turn. So when a request is admitt
 ahead of any other that has a request to start by less than ``quantum`` tokens. Tokens are known
 only when they are served (pending ones at admission, after a preemption once more; output when it
 comes), so an account can overshoot its turn; the tenant then waits until the others have caught up.
-A tenant of whom nobody waits keeps no credit: it comes back in the earliest turn of those who wait.
+A tenant of whom nobody waits keeps no credit: it comes back in the earliest turn of those who wait,
+or in the one after where others wait for that, or tenants that come and go would keep it away.
 It keeps its debt, but when nobody at all waits there is nothing to share, and all accounts end;
 nor is anything counted for a tenant that is alone. Urgent requests come first whoever's they are;
 their tenants pay for them all the same.
@@ -22,6 +23,7 @@ without others the queue is plain: rank, then arrival.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
@@ -146,6 +148,7 @@ class WaitingQueue(Generic[QueuedT]):
         self._accounts: dict[Hashable, _Account[QueuedT]] = {}
         self._turns: KeyedHeap[_Account[QueuedT]] = KeyedHeap()  # of tenants that wait
         self._overdrawn: dict[_Account[QueuedT], None] = {}  # whose turn in the heap is behind
+        self._num_in_turn: Counter[int] = Counter()  # accounts in the heap
         self._num_places = 0
         self._num_accounts_to_sweep = 64
 
@@ -180,7 +183,7 @@ class WaitingQueue(Generic[QueuedT]):
             raise ValueError(f"request {request.request_id!r}: expected one that waits")
         account.requests.remove(request)
         if not account.requests:
-            self._turns.remove(account)
+            self._leave_turn(account)
             self._overdrawn.pop(account, None)
         if not self._homes:
             self._accounts.clear()
@@ -243,9 +246,8 @@ class WaitingQueue(Generic[QueuedT]):
     def _settle(self) -> None:
         """Move accounts that were charged beyond their turn to where they belong."""
         for account in self._overdrawn:
-            self._turns.remove(account)
-            account.turn = account.served // self.quantum
-            self._turns.push(account.turn, account.place, account)
+            self._leave_turn(account)
+            self._enter_turn(account)
         self._overdrawn.clear()
 
     def _earliest(self) -> int:
@@ -268,7 +270,20 @@ class WaitingQueue(Generic[QueuedT]):
 
     def _join(self, account: _Account[QueuedT]) -> None:
         """Give a tenant that comes to wait a turn, the last of its kind."""
-        account.served = max(account.served, self._earliest())
-        account.turn, account.place = account.served // self.quantum, self._num_places
+        earliest = self._earliest()
+        is_one_turn = self._num_in_turn[earliest // self.quantum] == len(self._turns)
+        account.served = max(account.served, earliest + (0 if is_one_turn else self.quantum))
+        account.place = self._num_places
         self._num_places += 1
+        self._enter_turn(account)
+
+    def _enter_turn(self, account: _Account[QueuedT]) -> None:
+        account.turn = account.served // self.quantum
         self._turns.push(account.turn, account.place, account)
+        self._num_in_turn[account.turn] += 1
+
+    def _leave_turn(self, account: _Account[QueuedT]) -> None:
+        self._turns.remove(account)
+        self._num_in_turn[account.turn] -= 1
+        if not self._num_in_turn[account.turn]:
+            del self._num_in_turn[account.turn]

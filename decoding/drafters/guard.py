@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from pagedraft.decoding.drafters.base import Drafter, Proposal
-from pagedraft.decoding.failure import describe
+from pagedraft.decoding.failure import INTERRUPTS, describe
 from pagedraft.decoding.sequence import Sequence
 
 
@@ -50,12 +50,16 @@ def propose_safely(
     errors: dict[int, str] = {}
     try:
         return _propose(drafter, sequences, num_drafts, target, contexts), errors
-    except Exception:
+    except INTERRUPTS:
+        raise
+    except BaseException:  # a panic in native code is no Exception
         proposed: list[Proposal] = []
     for row, (sequence, k) in enumerate(zip(sequences, num_drafts, strict=True)):
         try:
             proposed += _propose(drafter, [sequence], [k], target, contexts)
-        except Exception as error:
+        except INTERRUPTS:
+            raise
+        except BaseException as error:
             proposed.append(Proposal([]))
             errors[row] = describe(error)
     return proposed, errors
@@ -65,7 +69,9 @@ def free_safely(drafter: Drafter, sequence: Sequence) -> str | None:
     """Tell the drafter that ``sequence`` is gone; return the error message if it fails."""
     try:
         drafter.on_free(sequence)
-    except Exception as error:
+    except INTERRUPTS:
+        raise
+    except BaseException as error:
         return f"on_free: {describe(error)}"
     return None
 

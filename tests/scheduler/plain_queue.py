@@ -44,7 +44,11 @@ class PlainQueue:
 
     def push(self, waiter: Queued) -> None:
         if waiter.tenant not in self.tenants():
+            turns = {self.served[name] // self.quantum for name in self.tenants()}
             self.lift(waiter.tenant)
+            if len(turns) > 1:  # others wait for the turn after the earliest
+                least = self.quantum * (min(turns) + 1)
+                self.served[waiter.tenant] = max(self.served[waiter.tenant], least)
             self.places[waiter.tenant] = self.num_places
             self.num_places += 1
         self.waiting.append(waiter)

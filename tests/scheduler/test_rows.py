@@ -153,3 +153,16 @@ def test_what_is_being_written_is_not_shared_yet():
     assert rows.lay_out(scheduled, {}).batch.shared.max_keys == 256
     requests[1].sequence.num_written = 619
     assert rows.lay_out(scheduled, {}).batch.shared.max_keys == 512
+
+
+def test_a_row_without_a_step_shares_nothing_yet():
+    """Its table entries are those of a row that left."""
+    rows, requests = make_rows(), two_alike([1, 2, 3, 4], written=619)
+    for request in requests[:2]:
+        rows.join(request)
+    assert rows.lay_out(dict.fromkeys(requests[:2], 1), {}).batch.shared.max_keys == 512
+    rows.leave(requests[1])
+    other = a_request("other", 620, 619, [70, 71, 72, 73, 74])
+    rows.join(other)  # and its step fails before it is laid out
+    assert rows.lay_out({requests[0]: 1}, {}).batch.shared is None
+    assert rows.lay_out({requests[0]: 1, other: 1}, {}).batch.shared is None

@@ -219,3 +219,23 @@ def test_removed_entries_do_not_pile_up() -> None:
         heap.push(number, 0, number)
         heap.remove(number)
     assert len(heap._heap) < 50
+
+
+def test_tenants_that_come_and_go_starve_nobody():
+    """One has had more than its share; fresh tenants, five at a time, each ask for little."""
+    queue: WaitingQueue[Waiter] = WaitingQueue(quantum=64)
+    big = Waiter(0, 0, "big")
+    queue.push(Waiter(1, 1, "other"))
+    queue.push(big)
+    queue.charge("big", 700)
+    for arrival in range(2, 400):
+        queue.push(Waiter(arrival, arrival, f"fresh {arrival}"))
+        if len(queue) < 6:
+            continue
+        first = next(queue.candidates())
+        if first is big:
+            break
+        queue.charge(first.tenant, 13)
+        queue.remove(first)
+    assert first is big
+    assert arrival < 100

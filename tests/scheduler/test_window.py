@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,4 +268,5 @@ def test_admission(total: int, num_usable: int, window: int | None, span: int, f
     )
     refused = pytest.raises(ValueError, match=f"need .* KV blocks .* the pool has {num_usable}")
     with nullcontext() if fits else refused:
-        check_request(request, 97, pool, Window(pool, window), span)
+        config = SimpleNamespace(vocab_size=97, max_positions=4096)
+        check_request(request, config, pool, Window(pool, window), span)
