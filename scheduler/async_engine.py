@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 from weakref import WeakValueDictionary
 
 from pagedraft.decoding.params import SamplingParams, check_int
@@ -28,21 +28,12 @@ from pagedraft.scheduler.llm import LLM, Completion
 from pagedraft.scheduler.metrics import EngineStats
 from pagedraft.scheduler.request import Request
 from pagedraft.scheduler.stream import EngineDied, Part, Stream, Update
+from pagedraft.scheduler.submission import Options
 
 __all__ = ["AsyncEngine", "EngineClosed", "EngineDied", "EngineOverloaded", "Part", "Stream"]
 NUM_TOKENISERS = 2  # threads: a short prompt need not wait for a long one
 T = TypeVar("T")
 Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or a conversation
-
-
-class Options(TypedDict, total=False):
-    """How a request is scheduled; the fields of Request."""
-
-    priority: int
-    tenant: str | None
-    cache_salt: str | None
-    ttft_ms: float | None
-    itl_ms: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +75,7 @@ class AsyncEngine:
         self._streams: WeakValueDictionary[Request, Stream] = WeakValueDictionary()
         self._news: list[Update] = []
         self._news_lock = threading.Lock()
+        self._has_started = asyncio.Event()  # or failed to
         self._ended = asyncio.Event()
         self._tokenisers = ThreadPoolExecutor(NUM_TOKENISERS, "pagedraft-tokenise")
 
@@ -108,9 +100,22 @@ class AsyncEngine:
         """Start the engine in the running event loop, warmed up on a GPU; ``async with`` does."""
         if self._loop is not None:
             raise RuntimeError("AsyncEngine: it was started before; make a new one")
+        if self.llm.owner is not None:
+            raise RuntimeError("llm: expected one of its own; another AsyncEngine runs on it")
         if self.llm.engine.has_work:
             raise RuntimeError("llm: expected one without requests; some were submitted to it")
         self._loop = loop = asyncio.get_running_loop()
+        self.llm.owner = self
+        try:
+            self._thread = await self._start_thread(loop)
+        except BaseException:
+            self.llm.owner = None
+            self._tokenisers.shutdown(wait=False)
+            raise
+        finally:
+            self._has_started.set()
+
+    async def _start_thread(self, loop: asyncio.AbstractEventLoop) -> EngineThread:
         if self.llm.tokenizer is not None:
             # The first call may change settings of the tokenizer, which threads then share.
             await self._in_worker(self.llm.tokenizer.encode, "")
@@ -120,21 +125,25 @@ class AsyncEngine:
             self.llm.engine, self.max_waiting, self._report, self._on_end, lambda: _is_over(loop)
         )
         thread.start()
-        self._thread = thread
+        return thread
 
     async def shutdown(self, drain: bool = True) -> None:
         """End the engine and refuse new requests; may be called often, and by many at once.
 
         drain: finish what was accepted; False aborts it, also while another call drains. Returns
-        when the thread has ended; a call that is cancelled stops waiting, and nothing else.
+        when the thread has ended; a call that is cancelled stops waiting, and nothing else. Waits
+        for a start; a no-op after one that failed, and before any.
         """
         if self._loop is None:
             return
-        thread = self._running_thread()
-        thread.stop(drain)
+        self._check_loop()
+        await self._has_started.wait()
+        if self._thread is None:
+            return
+        self._thread.stop(drain)
         await self._ended.wait()
-        thread.join()
-        self._tokenisers.shutdown(wait=False, cancel_futures=True)
+        self._thread.join()
+        self._tokenisers.shutdown(wait=False)  # what it has yet to do, it refuses
 
     async def submit(
         self,
@@ -157,7 +166,7 @@ class AsyncEngine:
         thread.reserve(count)
         try:
             index = self.llm.take_index()
-            requests = await self._in_worker(self._prepare, prompt, params, index, options)
+            requests = await self._in_worker(self._prepare, thread, prompt, params, index, options)
             stream = Stream(requests, self.llm.tokenizer, self.llm.completion, thread.abort)
             self._streams.update(dict.fromkeys(requests, stream))
             thread.submit(requests)
@@ -172,8 +181,7 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         **options: Unpack[Options],
     ) -> AsyncIterator[Part]:
-        """Yield the parts of the output as they come; leaving the loop aborts the request.
-
+        """Yield the parts of the output as they come; ``aclose``, or dropping it, aborts the rest.
         Raises as ``submit``, and EngineDied. A request that fails alone says so in its last part.
         """
         stream = await self.submit(prompt, params, **options)
@@ -224,9 +232,15 @@ class AsyncEngine:
         )
 
     def _prepare(
-        self, prompt: Prompt, params: SamplingParams, index: int, options: Options
+        self,
+        thread: EngineThread,
+        prompt: Prompt,
+        params: SamplingParams,
+        index: int,
+        options: Options,
     ) -> list[Request]:
         """Tokenise and check; the engine's thread then has little to do."""
+        thread.check_open()
         ids: Any = prompt
         if _is_conversation(prompt):
             ids = self.llm.chat_ids(ids)
@@ -240,9 +254,12 @@ class AsyncEngine:
     def _running_thread(self) -> EngineThread:
         if self._thread is None:
             raise RuntimeError("AsyncEngine: expected 'async with' or start() before, got neither")
+        self._check_loop()
+        return self._thread
+
+    def _check_loop(self) -> None:
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("AsyncEngine: expected the event loop that it was started in")
-        return self._thread
 
     def _report(self, updates: list[Update]) -> None:
         """In the engine's thread: wake the event loop, unless it has yet to come for the last."""
@@ -264,6 +281,7 @@ class AsyncEngine:
 
     def _on_end(self, cause: BaseException | None) -> None:
         """In the engine's thread, at its end."""
+        self.llm.owner = None
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._close, cause)
 

@@ -99,7 +99,7 @@ class EngineThread:
         Raises EngineOverloaded, EngineClosed or EngineDied.
         """
         with self._wake:
-            self._check_open()
+            self.check_open()
             if self._stop is not None:
                 raise EngineClosed("AsyncEngine: it is being shut down and takes no requests")
             if self.num_waiting + count > self.max_waiting:
@@ -119,7 +119,7 @@ class EngineThread:
     def submit(self, requests: list[Request]) -> None:
         """Queue requests whose places were reserved; raises EngineClosed or EngineDied."""
         with self._wake:
-            self._check_open()
+            self.check_open()
             self.counts.num_submitted += len(requests)
             self._commands.append(("add", requests))
             self._wake.notify()
@@ -137,7 +137,8 @@ class EngineThread:
                 self._stop = "drain" if drain else "now"
             self._wake.notify()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise EngineClosed or EngineDied where nothing is taken any more."""
         if self.cause is not None:
             raise EngineDied.of(self.cause)
         if self._stop == "now" or not self._thread.is_alive():

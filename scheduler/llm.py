@@ -134,6 +134,7 @@ class LLM:
         )
         if self.trace is not None:
             self.trace.begin(self.engine, options)
+        self.owner: object | None = None  # the AsyncEngine that runs it
         self._num_submitted = 0
         self._submission = Submission(
             self.target.config, self.tokenizer, default_sampling(self.target.folder), seed
@@ -214,7 +215,7 @@ class LLM:
     def submit(self, prompt: str | list[int], params: SamplingParams, **options: Any) -> Request:
         """Queue one request and return it; it runs as ``engine.step()`` is called.
 
-        options: ``priority`` and ``on_tokens`` of Request.
+        options: priority, tenant, cache_salt, ttft_ms, itl_ms and on_tokens of Request.
         """
         if isinstance(params, SamplingParams) and params.n > 1:
             raise ValueError(f"n: expected 1, got {params.n}; generate and submit_all take more")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedraft.decoding.failure import describe
 from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.observer import StepRecord
 from pagedraft.scheduler.recorded import (
@@ -19,6 +21,18 @@ from pagedraft.scheduler.recorded import (
 from pagedraft.scheduler.request import Request
 from pagedraft.scheduler.trace_compare import schedule_difference, token_difference
 from pagedraft.scheduler.trace_format import Event, build_request, step_args
+
+# What bad data makes anything raise, a failed step or callback of the trace apart.
+DAMAGE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    zlib.error,
+    RecordedFailure,
+)
 
 
 @dataclass
@@ -71,19 +85,31 @@ class Player:
         self._outside: dict[int, list[Event]] = {}  # by the step that they came before
         self._inside: dict[tuple[int, int], list[Event]] = {}  # by caller, too
         self._expected: dict[int, Mapping[str, Any]] = {}  # steps that are yet to be told of
+        self._damage: ValueError | None = None
 
     def play(self, events: Iterable[Event]) -> None:
-        """Run to the end or the first difference."""
+        """Run to the end or the first difference; raises one of DAMAGE where the data is bad.
+
+        What decides in the engine is its own again afterwards.
+        """
         engine: Any = self._engine
-        engine.speculation, engine.pace = RecordedSpeculation(self._step), RecordedPace(self._step)
-        if engine.prefixes.swap is not None:
-            engine.prefixes.swap.policy = self._policy
+        swap = engine.prefixes.swap
+        own = engine.speculation, engine.pace, None if swap is None else swap.policy
+        vocab_size = engine.target.config.vocab_size
+        engine.speculation = RecordedSpeculation(self._step, vocab_size)
+        engine.pace = RecordedPace(self._step)
+        if swap is not None:
+            swap.policy = self._policy
         engine.observers.append(self)
         try:
             self._play(events)
         finally:
             engine.observers.remove(self)
             engine.abort_all()
+            self._inside.clear()  # callbacks that are yet to be called do nothing
+            engine.speculation, engine.pace = own[:2]
+            if swap is not None:
+                swap.policy = own[2]
 
     def _play(self, events: Iterable[Event]) -> None:
         held: Event | None = None
@@ -102,6 +128,7 @@ class Player:
         if self._expected and self._report.is_identical:
             self._act_outside(self._engine.num_steps)
             self._engine.outbox.send()
+            self._check_damage()
 
     def on_add(self, request: Request, caller: Request | None) -> None:
         """Own doing."""
@@ -152,6 +179,7 @@ class Player:
         self._expected[index] = args
         self._step.begin(args)
         self._engine.step()
+        self._check_damage()
         if self._engine.num_steps == index:
             self._differs("there is nothing to run")
 
@@ -170,22 +198,32 @@ class Player:
         """Do to the engine what was done then."""
         kind, args = event
         engine = self._engine
+        if kind == "submit":
+            self._submit(args)
+        elif kind == "clear":
+            self._llm.reset_prefix_cache()
+        elif kind == "fail":
+            self._step.begin(args)
+            with suppress(RecordedFailure):
+                engine.step()
+        elif kind == "abort":
+            engine.abort(self._step.requests[args["request"]])
+        elif self._step.requests[args["request"]] in engine.running:  # else a failure did it
+            engine.preempt(self._step.requests[args["request"]])
+
+    def _submit(self, args: Mapping[str, Any]) -> None:
         try:
-            if kind == "submit":
-                engine.add(self._submitted(args))
-                self._report.num_requests += 1
-            elif kind == "clear":
-                self._llm.reset_prefix_cache()
-            elif kind == "fail":
-                self._step.begin(args)
-                with suppress(RecordedFailure):
-                    engine.step()
-            elif kind == "abort":
-                engine.abort(self._step.requests[args["request"]])
-            elif self._step.requests[args["request"]] in engine.running:  # else a failure did it
-                engine.preempt(self._step.requests[args["request"]])
-        except (ValueError, TypeError) as error:
-            self._differs(f"{kind}: {error}")
+            self._engine.add(self._submitted(args))
+        except DAMAGE as error:
+            words = str(error) if isinstance(error, (ValueError, TypeError)) else describe(error)
+            self._damage = ValueError(f"request {args['id']!r}: {words}")
+            raise self._damage from error
+        self._report.num_requests += 1
+
+    def _check_damage(self) -> None:
+        """Raise what a callback met; the engine took it for the callback's failure."""
+        if self._damage is not None:
+            raise self._damage
 
     def _submitted(self, args: Mapping[str, Any]) -> Request:
         requests, arrival = self._step.requests, args["request"]

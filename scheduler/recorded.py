@@ -38,10 +38,11 @@ class RecordedStep:
 class RecordedSpeculation:
     """Stands in for Speculation (speculation.py) and proposes what a trace has."""
 
-    def __init__(self, step: RecordedStep) -> None:
+    def __init__(self, step: RecordedStep, vocab_size: int) -> None:
         self.drafters: dict[str, Any] = {}
         self.num_errors = 0
         self._step = step
+        self._vocab_size = vocab_size
 
     def decide(self, running: Seq[Request], num_other_tokens: int) -> None:
         """Ask for as many drafts as were asked for then."""
@@ -58,8 +59,20 @@ class RecordedSpeculation:
             row = self._step.rows.get(request, {})
             proposal = recorded_proposal(row, max(0, num_tokens - request.sequence.num_pending))
             if proposal.tokens:
+                self._check(request, proposal)
                 proposals[request] = proposal
         return proposals
+
+    def _check(self, request: Request, proposal: Proposal) -> None:
+        """Raise ValueError for what no drafter may propose: kernels take it as it is."""
+        tokens, q_KV, size = proposal.tokens, proposal.q_KV, self._vocab_size
+        where = f"request {request.request_id!r}: drafts"
+        bad = [t for t in tokens if not isinstance(t, int) or not 0 <= t < size]
+        if bad:
+            raise ValueError(f"{where}: expected token ids from 0 to {size - 1}, got {bad[0]!r}")
+        if q_KV is not None and tuple(q_KV.shape) != (len(tokens), size):
+            shape = list(q_KV.shape)
+            raise ValueError(f"{where}: expected q of [{len(tokens)}, {size}], got {shape}")
 
     def admit(self, request: Request) -> None:
         """A new request: nothing to prepare."""

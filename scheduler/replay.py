@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from pagedraft.decoding.failure import describe
 from pagedraft.scheduler.llm import LLM
-from pagedraft.scheduler.player import Player, Report
-from pagedraft.scheduler.trace_check import outline
+from pagedraft.scheduler.player import DAMAGE, Player, Report
+from pagedraft.scheduler.step_limit import is_out_of_memory
+from pagedraft.scheduler.trace_check import Outline, outline
 from pagedraft.scheduler.trace_format import read_events
 from pagedraft.scheduler.trace_settings import (
     device_name,
@@ -62,20 +64,36 @@ def replay(
 
     llm: on which; nothing has run on it yet. None: one that is made as recorded, with ``model`` and
         ``device`` in place of the recorded ones.
-    Raises OSError or ValueError for a file that is no whole trace of this format, and ValueError
-    where the model or a size of the engine is not the recorded one, or a request has logits
-    processors, which no file can hold.
+    Raises OSError for a file that cannot be read, and ValueError, naming it, for one that is no
+    whole trace of this format or is damaged, where the model or a size of the engine is not the
+    recorded one, and where a request has logits processors, which no file can hold.
     """
-    found = outline(path)
-    llm = llm or _make_llm(found.settings, model, device)
-    if not is_fresh(llm.engine):
+    try:
+        found = outline(path)
+        return _replay(path, found, llm or _make_llm(found.settings, model, device))
+    except DAMAGE as error:
+        words = str(error) if isinstance(error, (ValueError, TypeError)) else describe(error)
+        if is_out_of_memory(error) or words.startswith(f"{path}:"):
+            raise
+        raise ValueError(f"{path}: {words}") from error
+
+
+def _replay(path: str | Path, found: Outline, llm: LLM) -> Report:
+    engine, swap = llm.engine, llm.engine.prefixes.swap
+    if not is_fresh(engine):
         raise ValueError("llm: expected one on which nothing has run")
-    llm.engine.overlap = found.settings["engine"].get("overlap", False)
-    _check_settings(found.settings, llm)
-    _fit_swap(found.settings.get("swap"), llm)
-    report = Report(notes=[*found.notes, *_notes(found.settings, llm)])
-    Player(llm, report).play(event for _, event in read_events(path))
-    return report
+    own = engine.overlap, None if swap is None else swap.max_bytes
+    try:
+        engine.overlap = found.settings["engine"].get("overlap", False)
+        _check_settings(found.settings, llm)
+        _fit_swap(found.settings.get("swap"), llm)
+        report = Report(notes=[*found.notes, *_notes(found.settings, llm)])
+        Player(llm, report).play(event for _, event in read_events(path))
+        return report
+    finally:
+        engine.overlap = own[0]
+        if swap is not None and own[1] is not None:
+            swap.max_bytes = own[1]
 
 
 def _make_llm(
@@ -119,7 +137,7 @@ def _notes(settings: Mapping[str, Any], llm: LLM) -> list[str]:
     """What may change bits, and so tokens."""
     own = {"torch": torch.__version__, "device": device_name(llm.target.device)}
     return [
-        f"recorded with {name} {settings[name]}, replayed with {value}"
+        f"recorded with {name} {settings.get(name)}, replayed with {value}"
         for name, value in own.items()
         if settings.get(name) != value
     ]

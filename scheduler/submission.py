@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from pagedraft.decoding.detokenize import OutputText
 from pagedraft.decoding.load import encode
@@ -12,6 +12,19 @@ from pagedraft.decoding.params import SamplingParams, derive_seed, logit_rules
 from pagedraft.decoding.sequence import Sequence
 from pagedraft.model.config import ModelConfig
 from pagedraft.scheduler.request import Request
+
+
+class Options(TypedDict, total=False):
+    """How a request is scheduled; the fields of Request."""
+
+    priority: int
+    tenant: str | None
+    cache_salt: str | None
+    ttft_ms: float | None
+    itl_ms: float | None
+
+
+OPTIONS = (*Options.__annotations__, "on_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +45,12 @@ class Submission:
     ) -> list[Request]:
         """The requests of submission number ``index``: one for each of the prompt's n samples.
 
-        options: ``priority`` and ``on_tokens`` of Request.
+        options: those of Request in OPTIONS.
         Raises TypeError or ValueError, naming the field, for what cannot run on this model.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params: expected SamplingParams, got {params!r}")
+        _check_options(options)
         token_ids = encode(prompt, self.tokenizer)
         self._check(params)
         resolved = params
@@ -100,6 +114,16 @@ class Submission:
             )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: text needs a tokenizer, and the model's folder has none")
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError for what is no option, and for callbacks that cannot be called."""
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"{name}: expected one of {', '.join(OPTIONS)}, got an unknown option")
+    on_tokens = options.get("on_tokens")
+    if on_tokens is not None and not callable(on_tokens):
+        raise TypeError(f"on_tokens: expected a callable or None, got {on_tokens!r}")
 
 
 def as_prompts(prompts: Any) -> list[Any]:

@@ -45,8 +45,8 @@ class Row(NamedTuple):
 class Trace:
     """Writes what an engine tells its observers to ``path``; a context manager, closed at its end.
 
-    Raises OSError, naming the file, where it cannot be written. A later failure ends the trace with
-    one warning and nothing else.
+    Raises OSError, naming the file, where it cannot be written. What it held is there until
+    ``begin``. A later failure ends the trace with one warning and nothing else.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -77,6 +77,7 @@ class Trace:
             self._file.instant(STEPS, "settings", time.perf_counter(), args, CATEGORY),
         ]
         try:
+            self._file.begin()
             self._file.write(events)
         except OSError as error:
             self._stop()

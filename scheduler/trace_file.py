@@ -8,6 +8,8 @@ in microseconds, to the nanosecond, so that slices nest exactly.
 from __future__ import annotations
 
 import json
+import os
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,17 +27,23 @@ class Track(NamedTuple):
 
 
 class TraceFile:
-    """Writes events; the array is open until ``close``. Raises OSError where that fails."""
+    """Writes events; the array is open until ``close``. Raises OSError where that fails.
+
+    What the file held stays until ``begin``.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._origin = time.perf_counter()
         self._separator = b"\n"
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
-        try:
-            self._write_all(b"[")
-        except OSError:
-            self._file.close()
-            raise
+        self._has_begun = False
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def begin(self) -> None:
+        """Begin the array, in place of what the file held."""
+        if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):  # devices and pipes hold nothing
+            self._file.truncate(0)
+        self._has_begun = True
+        self._write_all(b"[")
 
     def write(self, events: Sequence[str]) -> None:
         """Append events, each a line."""
@@ -44,10 +52,11 @@ class TraceFile:
             self._separator = b",\n"
 
     def close(self) -> None:
-        """End the array; a file that is closed already stays as it is."""
+        """End the array, if it has begun; a file that is closed already stays as it is."""
         if not self._file.closed:
             with self._file:
-                self._write_all(b"\n]\n")
+                if self._has_begun:
+                    self._write_all(b"\n]\n")
 
     def abandon(self) -> None:
         """Close the file as it is."""

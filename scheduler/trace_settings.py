@@ -28,7 +28,7 @@ def settings_args(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
         "pagedraft": version("pagedraft"),
         "torch": torch.__version__,
         "device": device_name(model.device),
-        "options": {name: _plain(value) for name, value in options.items()},
+        "options": _options(model, options),
         "engine": engine_args(engine),
         "swap": swap_args(engine),
         "model": model_args(model),
@@ -115,6 +115,13 @@ def _pieces(paths: list[Path]) -> Iterator[bytes]:
             for probe in range(NUM_PROBES):
                 file.seek(size * probe // NUM_PROBES)
                 yield file.read(PROBE_BYTES)
+
+
+def _options(model: Transformer, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of LLM; those that say how a model is loaded are of the one that was."""
+    own = {"dtype": model.dtype, "device": model.device.type, "exact": model.exact}
+    is_loaded = isinstance(options.get("model"), Transformer)
+    return {k: _plain(v) for k, v in ({**options, **own} if is_loaded else options).items()}
 
 
 def _plain(value: Any) -> Any:

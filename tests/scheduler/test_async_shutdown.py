@@ -15,6 +15,7 @@ from pagedraft.tests.scheduler.async_runs import (
     check_all_returned,
     check_no_thread_left,
     outcome,
+    raises,
     run,
     until,
 )
@@ -121,6 +122,71 @@ def test_a_shutdown_refuses_what_is_being_tokenised(make_worded, monkeypatch):
 
     run(main())
     check_all_returned(llm)
+
+
+def test_a_shutdown_cancels_nobody(make_worded, monkeypatch):
+    """Prompts that no tokeniser thread has begun with, too."""
+    llm = make_worded()
+    go_on, encode = threading.Event(), llm.tokenizer.encode
+
+    async def main():
+        async with AsyncEngine(llm) as engine:
+            monkeypatch.setattr(
+                llm.tokenizer, "encode", lambda text: go_on.wait(20) and encode(text)
+            )
+            tasks = [asyncio.create_task(engine.generate("abc", PARAMS)) for _ in range(6)]
+            await until(lambda: engine.stats().num_waiting == 6)
+            await engine.shutdown(drain=False)
+            go_on.set()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [type(answer) for answer in run(main())] == [EngineClosed] * 6
+    check_all_returned(llm)
+
+
+def test_a_second_engine_on_an_llm_is_refused(make_worded):
+    llm = make_worded()
+
+    async def main():
+        async with AsyncEngine(llm) as engine:
+            other = AsyncEngine(llm)
+            with pytest.raises(RuntimeError, match="another AsyncEngine runs on it"):
+                await other.start()
+            await other.shutdown()
+            assert (await engine.generate([5], PARAMS))[0].finish_reason == "length"
+        await other.start()
+        await other.shutdown()
+        return llm.owner
+
+    assert run(main()) is None
+
+
+def test_a_shutdown_after_a_start_that_failed_is_a_no_op(make_worded, monkeypatch):
+    llm = make_worded()
+
+    async def main():
+        engine = AsyncEngine(llm)
+        monkeypatch.setattr(llm.tokenizer, "encode", raises(OSError("no tokens")))
+        with pytest.raises(OSError, match="no tokens"):
+            await engine.start()
+        monkeypatch.undo()
+        await engine.shutdown()
+        async with AsyncEngine(llm) as other:
+            return await other.generate([5], PARAMS)
+
+    assert run(main())[0].finish_reason == "length"
+
+
+def test_a_shutdown_waits_for_a_start(make_worded):
+    async def main():
+        engine = AsyncEngine(make_worded())
+        starting = asyncio.create_task(engine.start())
+        await asyncio.sleep(0)
+        await engine.shutdown()
+        assert starting.done()
+        check_no_thread_left()
+
+    run(main())
 
 
 def test_a_block_that_is_left_by_an_exception_aborts(make_worded):

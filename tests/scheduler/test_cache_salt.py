@@ -104,11 +104,17 @@ def test_bad_fields_are_named(llm, options, kind, message) -> None:
     assert not llm.engine.has_work
 
 
+def fork_of(llm, parent, salt):
+    [fork] = llm.prepare(PROMPT[:9], GREEDY, 1, cache_salt=salt)
+    fork.parent = parent
+    return fork
+
+
 def test_a_fork_of_another_salt_is_refused(llm) -> None:
     parent = llm.submit(PROMPT[:9], GREEDY, cache_salt="a")
     with pytest.raises(ValueError, match="cache_salt: expected that of the parent, 'a'.* got 'b'"):
-        llm.submit(PROMPT[:9], GREEDY, cache_salt="b", parent=parent)
-    llm.submit(PROMPT[:9], GREEDY, parent=parent)
+        llm.engine.add(fork_of(llm, parent, "b"))
+    llm.engine.add(fork_of(llm, parent, None))
     llm.engine.abort_all()
     llm.engine.check_integrity()
 

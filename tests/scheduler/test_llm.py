@@ -32,6 +32,22 @@ def test_bad_prompt_is_named_and_leaves_nothing(llm, name):
     llm.engine.check_integrity()
 
 
+NO_OPTIONS = {
+    "stats": (None, "stats: expected one of priority, .* on_tokens, got an unknown option"),
+    "row": (3, "row: expected one of priority"),
+    "parent": ("x", "parent: expected one of priority"),
+    "on_tokens": (5, "on_tokens: expected a callable or None, got 5"),
+}
+
+
+@pytest.mark.parametrize("name", NO_OPTIONS)
+def test_options_that_are_none_of_a_submission_are_named(llm, name):
+    value, message = NO_OPTIONS[name]
+    with pytest.raises(TypeError, match=message):
+        llm.submit([5], GREEDY, **{name: value})
+    assert not llm.engine.has_work
+
+
 @pytest.mark.parametrize("name", BAD_PROMPTS)
 def test_other_requests_go_on(llm, name):
     prompt, message = BAD_PROMPTS[name]

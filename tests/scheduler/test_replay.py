@@ -321,6 +321,29 @@ def test_an_llm_that_has_run_is_refused(target, recorded, tmp_path):
         replay(recorded, llm)
 
 
+def test_an_llm_decides_for_itself_after_a_replay(target, recorded, tmp_path):
+    """One that was stopped by a difference, too."""
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    [plain] = traced_llm(tmp_path / "other.json", target).generate([PROMPT * 2], params)
+    path = tmp_path / "trace.json"
+    shutil.copy(recorded, path)
+    edited(path, "step", set_budget)
+    for trace in (recorded, path):
+        llm = traced_llm(tmp_path / "other.json", target, swap_bytes=0)
+        own = llm.engine.speculation, llm.engine.pace, llm.engine.overlap
+        assert replay(trace, llm).is_identical == (trace is recorded)
+        assert (llm.engine.speculation, llm.engine.pace, llm.engine.overlap) == own
+        [again] = llm.generate([PROMPT * 2], params)
+        assert again.token_ids == plain.token_ids
+        assert again.stats.drafted == plain.stats.drafted != []
+
+
+def test_a_model_in_memory_is_recorded_as_it_was_loaded(target, recorded):
+    """Made from a loaded Transformer, without a word of its dtype: its folder is enough."""
+    with use_implementation("cpu"):
+        assert replay(recorded).is_identical
+
+
 def test_a_model_in_memory_must_be_named(recorded, monkeypatch, target):
     edit = recorded.parent / "nameless.json"
     shutil.copy(recorded, edit)

@@ -96,6 +96,20 @@ BAD = {
     "a parent": ("submit", {"parent": 50}, "submit: request 50 was not submitted before"),
     "a prompt": ("submit", {"prompt": "hi"}, "submit: prompt: expected list, got 'hi'"),
     "a time": ("submit", {"before_step": 50}, "before_step: expected 0, got 50"),
+    "no prompt": ("submit", {"prompt": []}, "request 'request-0': prompt: expected at least one"),
+    "words": ("submit", {"prompt": ["a"]}, "request 'request-0': "),
+    "a token": ("submit", {"prompt": [99999]}, "request 'request-0': prompt[0]: expected a token"),
+    "a priority": ("submit", {"priority": "x"}, "request 'request-0': priority: expected an int"),
+    "heat": ("submit", {"temperature": -1}, "request 'request-0': temperature: expected from 0"),
+    "a seed": ("submit", {"seed": "x"}, "request 'request-0': invalid literal for int()"),
+    "a parameter": ("submit", {"params": {"bogus": 1}}, "request 'request-0': "),
+    "bias": ("submit", {"params": {"logit_bias": 5}}, "request 'request-0': AttributeError: "),
+    "rules": ("submit", {"rules": {"top_k": "x"}}, "trace.json: "),
+    "no context": ("submit", {"max_context": None}, "max_context: expected int, got None"),
+    "swaps": ("step", {"swaps": 7}, "trace.json: 'int' object is not iterable"),
+    "nobody": ("step", {"admitted": [[1]]}, "trace.json: unhashable type"),
+    "swap": ("settings", {"swap": 5}, "trace.json: AttributeError: 'int' object"),
+    "model": ("settings", {"model": {"config": 5}}, "trace.json: model.config: expected 5"),
     "processors": ("submit", {"num_processors": 2}, "has logits processors: functions"),
 }
 
@@ -110,6 +124,56 @@ def test_bad_traces_are_one_line_and_status_2(recorded, tmp_path, capsys, name):
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+def damage_row(key: str, value: object):
+    """A change of the first row that has drafts."""
+
+    def change(args: dict) -> bool:
+        row = next((r for r in args["rows"] if "drafts" in r), None)
+        if row is not None:
+            row[key] = value
+        return row is not None
+
+    return change
+
+
+# key and value of a row, and what the error says
+BAD_ROWS = {
+    "a word": ("drafts", ["a"], "drafts: expected token ids from 0 to 96, got 'a'"),
+    "a large draft": ("drafts", [10**30], "drafts: expected token ids from 0 to 96, got 1000"),
+    "a negative draft": ("drafts", [-5], "drafts: expected token ids from 0 to 96, got -5"),
+    "no list": ("drafts", 5, "'int' object is not iterable"),
+    "bad zlib": ("q", {"shape": [1], "zlib": "eJwD"}, "error: Error -5 while decompressing"),
+    "no zlib": ("q", {"shape": [1]}, "KeyError: 'zlib'"),
+    "tokens": ("tokens", 5, "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_rows_are_one_line_and_status_2(recorded, tmp_path, capsys, name):
+    key, value, message = BAD_ROWS[name]
+    path = tmp_path / "trace.json"
+    shutil.copy(recorded, path)
+    edited(path, "step", damage_row(key, value))
+    assert main(["replay", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}: " in error
+    assert message in error or message == "TypeError"
+    assert len(error.splitlines()) == 1
+
+
+def test_a_submission_inside_a_callback_that_is_bad_is_no_difference(recorded, tmp_path, capsys):
+    path = tmp_path / "trace.json"
+    shutil.copy(recorded, path)
+
+    def change(args: dict) -> bool:
+        args["priority"] = "x" if args["caller"] is not None else args["priority"]
+        return args["caller"] is not None
+
+    edited(path, "submit", change)
+    assert main(["replay", str(path)]) == 2
+    assert "priority: expected an integer, got 'x'" in capsys.readouterr().err
 
 
 BAD_FILES = {

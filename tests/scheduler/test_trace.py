@@ -97,7 +97,6 @@ def test_an_llm_without_a_trace_has_none(llm):
 BAD_PATHS = {
     "a folder": (lambda folder: folder, "Is a directory"),
     "no folder": (lambda folder: folder / "no" / "trace.json", "No such file or directory"),
-    "a full disk": (lambda folder: Path("/dev/full"), "No space left on device"),
 }
 
 
@@ -107,6 +106,23 @@ def test_a_path_that_cannot_be_written_is_named_at_the_start(tmp_path, name):
     path = make(tmp_path)
     with pytest.raises(OSError, match=f"trace: {path}: {message}"):
         Trace(path)
+
+
+def test_a_full_disk_is_named_at_the_start(target):
+    with pytest.raises(OSError, match="trace: /dev/full: No space left on device"):
+        traced_llm(Path("/dev/full"), target)
+
+
+@pytest.mark.parametrize("bad", [{"block_size": 7}, {"kv_tokens": 0}])
+def test_an_llm_that_cannot_be_made_leaves_the_earlier_trace(target, tmp_path, bad):
+    path = tmp_path / "trace.json"
+    path.write_text("earlier")
+    with pytest.raises(ValueError, match="expected"):
+        traced_llm(path, target, **bad)
+    Trace(path).close()
+    assert path.read_text() == "earlier"
+    traced_llm(path, target).trace.close()
+    assert json.loads(path.read_text())[-1]["name"] == "settings"
 
 
 class Full:
@@ -122,6 +138,12 @@ class Full:
         count = min(len(data), self.room)
         self.room -= count
         return self.file.write(data[:count])
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def truncate(self, size: int) -> int:
+        return self.file.truncate(size)
 
     def close(self) -> None:
         self.closed = True
@@ -176,6 +198,7 @@ def test_a_closed_trace_stays_closed(target, tmp_path):
 def test_names_are_escaped_and_times_exact(tmp_path):
     path = tmp_path / "trace.json"
     file = TraceFile(path)
+    file.begin()
     track = Track(1, 2)
     name = 'request "\\\n\u2028\ud800'
     first, second = file.span(10.0, 10.0000012345), file.span(10.0000012345, 11.0)
