@@ -104,10 +104,10 @@ class AsyncEngine:
             raise RuntimeError("llm: expected one of its own; another AsyncEngine runs on it")
         if self.llm.engine.has_work:
             raise RuntimeError("llm: expected one without requests; some were submitted to it")
-        self._loop = loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self.llm.owner = self
         try:
-            self._thread = await self._start_thread(loop)
+            self._thread = await self._start_thread(self._loop)
         except BaseException:
             self.llm.owner = None
             self._tokenisers.shutdown(wait=False)
@@ -132,7 +132,7 @@ class AsyncEngine:
 
         drain: finish what was accepted; False aborts it, also while another call drains. Returns
         when the thread has ended; a call that is cancelled stops waiting, and nothing else. Waits
-        for a start; a no-op after one that failed, and before any.
+        for a start; a no-op without one, or after one that failed.
         """
         if self._loop is None:
             return
@@ -181,7 +181,8 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         **options: Unpack[Options],
     ) -> AsyncIterator[Part]:
-        """Yield the parts of the output as they come; ``aclose``, or dropping it, aborts the rest.
+        """Yield the parts of the output as they come; ``aclose``, or dropping it, aborts.
+
         Raises as ``submit``, and EngineDied. A request that fails alone says so in its last part.
         """
         stream = await self.submit(prompt, params, **options)

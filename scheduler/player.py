@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from pagedraft.decoding.failure import describe
+from pagedraft.scheduler.launch import Launched
 from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.observer import StepRecord
 from pagedraft.scheduler.recorded import (
@@ -86,6 +87,7 @@ class Player:
         self._inside: dict[tuple[int, int], list[Event]] = {}  # by caller, too
         self._expected: dict[int, Mapping[str, Any]] = {}  # steps that are yet to be told of
         self._damage: ValueError | None = None
+        self._own_launch: Callable[..., Launched] = llm.engine.launcher.launch
 
     def play(self, events: Iterable[Event]) -> None:
         """Run to the end or the first difference; raises one of DAMAGE where the data is bad.
@@ -100,6 +102,7 @@ class Player:
         engine.pace = RecordedPace(self._step)
         if swap is not None:
             swap.policy = self._policy
+        engine.launcher.launch = self._launch
         engine.observers.append(self)
         try:
             self._play(events)
@@ -107,9 +110,14 @@ class Player:
             engine.observers.remove(self)
             engine.abort_all()
             self._inside.clear()  # callbacks that are yet to be called do nothing
+            engine.launcher.launch = self._own_launch
             engine.speculation, engine.pace = own[:2]
             if swap is not None:
                 swap.policy = own[2]
+
+    def _launch(self, *args: Any) -> Launched:
+        self._step.fail(is_drafted=True)
+        return self._own_launch(*args)
 
     def _play(self, events: Iterable[Event]) -> None:
         held: Event | None = None

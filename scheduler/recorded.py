@@ -34,6 +34,12 @@ class RecordedStep:
         self.args = args
         self.rows = {self.requests[row["request"]]: row for row in args["rows"]}
 
+    def fail(self, is_drafted: bool) -> None:
+        """Raise what the step failed with, if it failed with its drafts made, or without."""
+        if "error" in self.args and self.args.get("is_drafted", True) == is_drafted:
+            kind = MemoryError if self.args["is_out_of_memory"] else RecordedFailure
+            raise kind(self.args["error"])
+
 
 class RecordedSpeculation:
     """Stands in for Speculation (speculation.py) and proposes what a trace has."""
@@ -51,9 +57,7 @@ class RecordedSpeculation:
 
     def propose(self, scheduled: Mapping[Request, int]) -> dict[Request, Proposal]:
         """The recorded drafts, as far as this plan has room for them; a failure, if it failed."""
-        if "error" in self._step.args:
-            kind = MemoryError if self._step.args["is_out_of_memory"] else RecordedFailure
-            raise kind(self._step.args["error"])
+        self._step.fail(is_drafted=False)
         proposals = {}
         for request, num_tokens in scheduled.items():
             row = self._step.rows.get(request, {})

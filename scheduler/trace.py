@@ -182,6 +182,7 @@ class Trace:
             **step_args(record),
             "error": describe(error),
             "is_out_of_memory": is_out_of_memory(error),
+            "is_drafted": bool(record.drafted),
         }
         self._act("fail", STEPS, args, None)
 
