@@ -252,6 +252,7 @@ class Engine:
                 for request in plan.admitted:
                     self._retire(request, save=False)
                 raise
+        record.drafted = record.planned  # so far only copies could fail
         record.drafts = self.speculation.propose(plan.scheduled)
         record.drafted = time.perf_counter()
         launched = self.launcher.launch(plan.scheduled, record.drafts)
