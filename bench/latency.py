@@ -126,12 +126,14 @@ def checks(
 ) -> list[Check]:
     """What was aimed at, and whether it was met."""
     gap = median(row["paced"]["largest"] / row["paced"]["p50"] for row in joined)
+    before = median(row["paced"]["largest"] for row in joined)
     in_time = 1.0 - median(row["paced"]["late"] for row in joined)
     ttft = median(row["paced"]["ttft"] for row in joined)
     cut = median(row["cut"] for row in cached)
     kept = served["paced"]["gaps_kept"]
     return [
         Check("largest gap over median gap", gap, f"<= {MOST_GAP}", gap <= MOST_GAP),
+        Check("the same over that before", before, f"<= {MOST_GAP}", before <= MOST_GAP),
         Check("gaps within the target", in_time, f">= {LEAST_KEPT}", in_time >= LEAST_KEPT),
         Check("TTFT over that of an idle engine", ttft, f"<= {MOST_TTFT}", ttft <= MOST_TTFT),
         Check("TTFT cut by a cached prompt", cut, f">= {LEAST_CUT}", cut >= LEAST_CUT),

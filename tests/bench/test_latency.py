@@ -45,9 +45,9 @@ def test_dry_run(folder, tmp_path, capsys):
     assert json.loads((tmp_path / "latency-model.json").read_text()) == document
     assert len(document["joined"]) == len(document["cached"]) == 2
     passed = [passed for _, passed in document["checks"].values()]
-    assert len(passed) == 5
+    assert len(passed) == 6
     assert status == (0 if all(passed) else 1)
-    assert printed.count("\npass  ") + printed.count("\nFAIL  ") == 5
+    assert printed.count("\npass  ") + printed.count("\nFAIL  ") == 6
     assert printed.count("\npass  ") == sum(passed)
     served = document["served"]
     assert served["itl_ms"] > 0
@@ -118,11 +118,12 @@ def test_runs_of_different_length_are_compared(one, other, same):
     assert same_start(one, other) == same
 
 
-ROW = {"largest": 3.8, "p50": 2.0, "late": 0.05, "ttft": 2.9}
+ROW = {"largest": 1.9, "p50": 1.0, "late": 0.05, "ttft": 2.9}
 BAD = {"largest": 9, "p50": 1, "late": 1.0, "ttft": 9}
 CASES = {
     "all met": ([ROW], [5.0], 0.95, ""),
-    "a large gap": ([{**ROW, "largest": 4.1}], [5.0], 1.0, "largest gap over median gap"),
+    "a large gap": ([{**ROW, "p50": 0.9}], [5.0], 1.0, "largest gap over median gap"),
+    "all slow": ([{**ROW, "largest": 2.1, "p50": 2.0}], [5.0], 1.0, "the same over that before"),
     "late tokens": ([{**ROW, "late": 0.06}], [5.0], 1.0, "gaps within the target"),
     "a slow prompt": ([{**ROW, "ttft": 3.1}], [5.0], 1.0, "TTFT over that of an idle engine"),
     "a cache of little use": ([ROW], [4.9], 1.0, "TTFT cut by a cached prompt"),
