@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from pagedraft.kernels.paged_attention_launch import SharedPrefixes
+from pagedraft.model.sections import step_sections
 from pagedraft.model.shared_prefix import Run, find_runs, shared_prefixes
 
 NULL_BLOCK = 0
-ALIGN = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -128,76 +127,82 @@ def lay_out(
     num_rows, num_tokens, num_logits = len(lengths_R), len(tokens), int(num_logits_R.sum())
     padded = _round_up(num_tokens, row_multiple)
     padded_logits = padded if num_logits == num_tokens else _round_up(num_logits, row_multiple)
-    kv_lens = starts_R + lengths_R
-    ends_R = lengths_R.cumsum()
-    max_query_len = int(lengths_R.max())
-    each_T = np.arange(max(padded, num_rows))
-    row_T = each_T[:num_rows]
-    if max_query_len > 1 or num_tokens != num_rows:
-        row_T = row_T.repeat(lengths_R)
-    first_R = starts_R - ends_R + lengths_R  # token t of row r has position first_R[r] + t
+    sections = step_sections(padded, num_rows, padded_logits)
+    memory_x = np.zeros(sections.num_bytes, np.uint8)
+    arrays = sections.arrays(memory_x)
+    tokens_T, positions_T, slots_T, logit_rows_Q, query_starts_R1, kv_lens_R, _ = arrays
 
-    longs = _Sections((padded, padded, padded, padded_logits), np.int64)
-    tokens_T, positions_T, slots_T, logit_rows_Q = longs.arrays
+    max_query_len = int(lengths_R.max())
+    query_starts_R1[1:] = lengths_R.cumsum()
+    np.add(starts_R, lengths_R, out=kv_lens_R)
     tokens_T[:num_tokens] = tokens
+    row_T = np.arange(num_rows)
     positions = positions_T[:num_tokens]
-    np.add(first_R[row_T], each_T[:num_tokens], out=positions)
-    column_T, offset_T = np.divmod(positions, block_size)
-    np.multiply(table_RM[row_T, column_T], block_size, out=slots_T[:num_tokens], dtype=np.int64)
-    slots_T[:num_tokens] += offset_T
+    if num_tokens == num_rows and max_query_len == 1:  # a token each
+        positions[:] = starts_R
+    else:
+        row_T = row_T.repeat(lengths_R)
+        first_R = kv_lens_R - query_starts_R1[1:]  # token t of row r has position first_R[r] + t
+        np.add(first_R[row_T], np.arange(num_tokens), out=positions)
+    _fill_slots(slots_T[:num_tokens], table_RM, row_T, positions, block_size)
     if num_logits == num_tokens:
-        logit_rows_Q[:] = each_T[:padded]
+        logit_rows_Q[:] = np.arange(padded)
     elif num_logits:
-        last_R = ends_R - num_logits_R.cumsum()
+        last_R = query_starts_R1[1:] - num_logits_R.cumsum()
         logit_rows_Q[:num_logits] = last_R.repeat(num_logits_R) + np.arange(num_logits)
 
-    ints = _Sections((num_rows + 1, num_rows), np.int32)
-    query_starts_R1, kv_lens_R = ints.arrays
-    query_starts_R1[1:] = ends_R
-    kv_lens_R[:] = kv_lens
-
-    tokens_on, positions_on, slots_on, logit_rows_on = longs.on(device)
-    query_starts_on, kv_lens_on = ints.on(device)
+    on_device = sections.moved(memory_x, arrays, device)
     if device_table_RM is None:
         device_table_RM = torch.from_numpy(table_RM).to(device, non_blocking=True)
-    return StepBatch(
-        tokens_T=tokens_on,
-        positions_T=positions_on,
-        slots_T=slots_on,
-        query_starts_R1=query_starts_on,
-        kv_lens_R=kv_lens_on,
-        block_table_RM=device_table_RM,
-        logit_rows_Q=logit_rows_on,
+    return step_of(
+        on_device,
+        device_table_RM,
         num_tokens=num_tokens,
         num_logits=num_logits,
         max_query_len=max_query_len,
-        max_kv_len=int(kv_lens.max()),
+        max_kv_len=int(kv_lens_R.max()),
         shared=shared_prefixes(table_RM, query_starts_R1, runs, device) if runs else None,
     )
 
 
-class _Sections:
-    """Zeros for several arrays, one after another: one copy moves them all.
+def step_of(
+    sections: Sequence[torch.Tensor],
+    table_RM: torch.Tensor,
+    *,
+    num_tokens: int,
+    num_logits: int,
+    max_query_len: int,
+    max_kv_len: int,
+    shared: SharedPrefixes | None = None,
+) -> StepBatch:
+    """A step of tensors in the order of ``step_sections``, and a block table."""
+    return StepBatch(
+        tokens_T=sections[0],
+        positions_T=sections[1],
+        slots_T=sections[2],
+        logit_rows_Q=sections[3],
+        query_starts_R1=sections[4],
+        kv_lens_R=sections[5],
+        block_table_RM=table_RM,
+        num_tokens=num_tokens,
+        num_logits=num_logits,
+        max_query_len=max_query_len,
+        max_kv_len=max_kv_len,
+        shared=shared,
+    )
 
-    Each begins at a multiple of ALIGN bytes, as a tensor of its own would, so that kernels compiled
-    for aligned pointers take them.
-    """
 
-    def __init__(self, sizes: Sequence[int], dtype: Any) -> None:
-        multiple = ALIGN // np.dtype(dtype).itemsize
-        end, self._places = 0, []
-        for size in sizes:
-            self._places.append((end, end + size))
-            end += _round_up(size, multiple)
-        self._memory = np.zeros(end, dtype=dtype)
-        self.arrays = [self._memory[first:last] for first, last in self._places]
-
-    def on(self, device: torch.device) -> list[torch.Tensor]:
-        """The arrays as tensors."""
-        moved = torch.from_numpy(self._memory)
-        if device.type != "cpu":
-            moved = moved.to(device, non_blocking=True)
-        return [moved[first:last] for first, last in self._places]
+def _fill_slots(
+    slots_T: np.ndarray,
+    table_RM: np.ndarray,
+    row_T: np.ndarray,
+    position_T: np.ndarray,
+    block_size: int,
+) -> None:
+    """Write where each token's KV goes."""
+    column_T, offset_T = np.divmod(position_T, block_size)
+    np.multiply(table_RM[row_T, column_T], block_size, out=slots_T, dtype=np.int64)
+    slots_T += offset_T
 
 
 def _check_spans(spans: Sequence[Span], block_size: int) -> None:

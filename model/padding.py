@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from pagedraft.kernels.paged_attention_launch import SharedPrefixes
-from pagedraft.model.batch import ALIGN, NULL_BLOCK, StepBatch
+from pagedraft.model.batch import NULL_BLOCK, StepBatch, step_of
+from pagedraft.model.sections import Sections, step_sections
 
 
 @dataclass(frozen=True, order=True)
@@ -127,21 +128,15 @@ class PackedSizes(NamedTuple):
     num_columns: int
 
     @property
-    def sections(self) -> tuple[tuple[torch.dtype, int], ...]:
-        """(dtype, entries) of tokens, positions, slots, logit rows, starts, lengths, table."""
-        num_tokens, num_rows = self.shape.num_tokens, self.shape.num_rows
-        longs = [(torch.int64, num_tokens)] * 3 + [(torch.int64, self.num_logits)]
-        ints = [(torch.int32, size) for size in (num_rows + 1, num_rows)]
-        return (*longs, *ints, (torch.int32, num_rows * self.num_columns))
+    def sections(self) -> Sections:
+        """Where they lie."""
+        shape = self.shape
+        return step_sections(shape.num_tokens, shape.num_rows, self.num_logits, self.num_columns)
 
     @property
     def num_bytes(self) -> int:
-        """Of all sections, each of which begins at a multiple of ALIGN."""
-        return sum(_aligned(dtype.itemsize * size) for dtype, size in self.sections)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN) * ALIGN
+        """Of all sections."""
+        return self.sections.num_bytes
 
 
 def packed_batch(
@@ -152,22 +147,12 @@ def packed_batch(
     All its tokens count as real and all its rows of logits too. table_RM: the block table of a
     step that is packed without one.
     """
-    views, first = [], 0
-    for dtype, size in sizes.sections:
-        end = first + dtype.itemsize * size
-        views.append(memory_x[first:end].view(dtype))
-        first = first + _aligned(dtype.itemsize * size)
-    tokens_T, positions_T, slots_T, logit_rows_Q, query_starts_R1, kv_lens_R, packed_table = views
+    *sections, packed_table = sizes.sections.tensors(memory_x)
     if table_RM is None:
         table_RM = packed_table.view(sizes.shape.num_rows, sizes.num_columns)
-    return StepBatch(
-        tokens_T=tokens_T,
-        positions_T=positions_T,
-        slots_T=slots_T,
-        query_starts_R1=query_starts_R1,
-        kv_lens_R=kv_lens_R,
-        block_table_RM=table_RM,
-        logit_rows_Q=logit_rows_Q,
+    return step_of(
+        sections,
+        table_RM,
         num_tokens=sizes.shape.num_tokens,
         num_logits=sizes.num_logits,
         max_query_len=sizes.shape.max_query_len,

@@ -8,6 +8,7 @@ an empty span.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,46 +36,67 @@ class Step(NamedTuple):
     unfinished: list[tuple[Request, int]]
 
 
-class _Spans:
-    """What the rows of a step feed, row by row."""
+class _Spans(NamedTuple):
+    """What the rows of a step feed: see ``lay_out`` and ``Step``."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.lengths: list[int] = []
-        self.starts: list[int] = []
-        self.num_logits: list[int] = []
-        self.sampled: list[Request] = []
-        self.proposals: list[Proposal] = []
-        self.unfinished: list[tuple[Request, int]] = []
+    tokens: list[int]
+    lengths_R: np.ndarray
+    starts_R: np.ndarray
+    num_logits_R: np.ndarray
+    sampled: list[Request]
+    proposals: list[Proposal]
+    unfinished: list[tuple[Request, int]]
 
-    def add_none(self) -> None:
-        """A row that feeds nothing."""
-        self.lengths.append(0)
-        self.starts.append(0)
-        self.num_logits.append(0)
 
-    def add(self, request: Request, num_tokens: int, proposal: Proposal) -> None:
-        """A row that feeds so many tokens, if these reach its last one its drafts, too."""
-        sequence = request.sequence
+def _spans(
+    requests: Seq[Request],
+    scheduled: Mapping[Request, int],
+    proposals: Mapping[Request, Proposal],
+) -> _Spans:
+    """Row by row: so many tokens, and if these reach its last one its drafts, too."""
+    tokens, lengths, starts, num_logits = [], [], [], []
+    sampled, drafts, unfinished = [], [], []
+    for request in requests:
+        sequence, length = request.sequence, scheduled.get(request, 0)
         token_ids, start = sequence.token_ids, sequence.num_written
-        self.starts.append(start)
-        pending = len(token_ids) - start
-        if num_tokens < pending:
-            self.tokens += token_ids[start : start + num_tokens]
-            self.lengths.append(num_tokens)
-            self.num_logits.append(0)
-            self.unfinished.append((request, num_tokens))
-            return
-        drafts = proposal.tokens
-        if pending == 1:
-            self.tokens.append(token_ids[start])
+        pending, count = len(token_ids) - start, 0
+        if length == 0:
+            start = 0
+        elif length < pending:
+            tokens += token_ids[start : start + length]
+            unfinished.append((request, length))
         else:
-            self.tokens += token_ids[start:]
-        self.tokens += drafts
-        self.lengths.append(pending + len(drafts))
-        self.num_logits.append(1 + len(drafts))
-        self.sampled.append(request)
-        self.proposals.append(proposal)
+            proposal = proposals.get(request, NOTHING)
+            tokens += token_ids[start:]
+            tokens += proposal.tokens
+            count = 1 + len(proposal.tokens)
+            length = pending + count - 1
+            sampled.append(request)
+            drafts.append(proposal)
+        lengths.append(length)
+        starts.append(start)
+        num_logits.append(count)
+    arrays = [np.array(values) for values in (lengths, starts, num_logits)]
+    return _Spans(tokens, *arrays, sampled, drafts, unfinished)
+
+
+def _decoding_spans(
+    requests: Seq[Request],
+    scheduled: Mapping[Request, int],
+    proposals: Mapping[Request, Proposal],
+) -> _Spans | None:
+    """The same where every row feeds its last token alone, without a loop; None elsewhere."""
+    num_rows = len(requests)
+    if proposals or len(scheduled) != num_rows or sum(scheduled.values()) != num_rows:
+        return None
+    sequences = [request.sequence for request in requests]
+    starts_R = np.array([sequence.num_written for sequence in sequences])
+    num_tokens_R = np.array([len(sequence.token_ids) for sequence in sequences])
+    if (num_tokens_R - starts_R).max() > 1:
+        return None
+    tokens = [sequence.token_ids[-1] for sequence in sequences]
+    ones_R = np.ones(num_rows, np.int64)
+    return _Spans(tokens, ones_R, starts_R, ones_R, [*requests], [NOTHING] * num_rows, [])
 
 
 class Rows:
@@ -136,34 +158,36 @@ class Rows:
         self, scheduled: Mapping[Request, int], proposals: Mapping[Request, Proposal]
     ) -> Step:
         """The step of a plan: the pending tokens it schedules of each request, then its drafts."""
-        spans, table = _Spans(), self._table
-        num_columns = 1
-        for row, request in enumerate(self._requests):
-            num_tokens = scheduled.get(request, 0)
-            if num_tokens == 0:
-                spans.add_none()
-                continue
-            num_blocks = len(request.sequence.block_ids)
-            if num_blocks > num_columns:
-                num_columns = num_blocks
-            if num_blocks != table.num_set[row]:
-                if not table.num_set[row]:  # its first step: what it shares is known from here on
-                    self._common_R = self._runs = None
-                table.extend(row, request.sequence.block_ids)
-            spans.add(request, num_tokens, proposals.get(request, NOTHING))
-        starts_R = np.array(spans.starts)
+        table_RM = self._updated_table(scheduled)
+        spans = _decoding_spans(self._requests, scheduled, proposals)
+        if spans is None:
+            spans = _spans(self._requests, scheduled, proposals)
         batch = lay_out(
             spans.tokens,
-            np.array(spans.lengths),
-            starts_R,
-            np.array(spans.num_logits),
-            self._table.host_RM[: len(starts_R)],
-            runs=self._shared_runs(starts_R),
-            device_table_RM=self._table.on_device(num_columns),
+            spans.lengths_R,
+            spans.starts_R,
+            spans.num_logits_R,
+            self._table.host_RM[: len(self._requests)],
+            runs=self._shared_runs(spans.starts_R),
+            device_table_RM=table_RM,
             device=self.device,
             **self._layout,
         )
         return Step(batch, spans.sampled, spans.proposals, spans.unfinished)
+
+    def _updated_table(self, scheduled: Mapping[Request, int]) -> torch.Tensor:
+        """The block table on the device with the blocks of the rows that run."""
+        table, num_columns = self._table, 1
+        for row, (request, num_set) in enumerate(zip(self._requests, table.num_set, strict=False)):
+            block_ids = request.sequence.block_ids
+            if len(block_ids) != num_set and request in scheduled:
+                if not num_set:  # its first step: what it shares is known from here on
+                    self._common_R = self._runs = None
+                table.extend(row, block_ids)
+                num_set = len(block_ids)
+            if num_set > num_columns:
+                num_columns = num_set
+        return table.on_device(num_columns)
 
     def _shared_runs(self, num_cached_R: np.ndarray) -> list[Run]:
         """Runs of neighbouring rows that begin with the same blocks.

@@ -12,7 +12,7 @@ from pagedraft.decoding.params import SamplingParams
 from pagedraft.decoding.sequence import Sequence
 from pagedraft.model.batch import Span, build_step_batch
 from pagedraft.scheduler.request import Request
-from pagedraft.scheduler.rows import NOTHING, Rows
+from pagedraft.scheduler.rows import NOTHING, Rows, _decoding_spans, _spans
 
 CPU = torch.device("cpu")
 BLOCK = 128  # two blocks are a segment, the unit in which attention shares keys
@@ -105,6 +105,27 @@ def test_random_histories(seed):
                 request.sequence.num_written += span
             else:
                 request.sequence.append([1])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_step_that_only_decodes_feeds_what_any_step_feeds(seed):
+    rng = random.Random(seed)
+    requests = []
+    for name in range(rng.randint(1, 9)):
+        count = rng.randint(1, 700)
+        written = count - 1 if rng.random() < 0.9 else rng.randrange(count)
+        requests.append(a_request(f"{name}", count, written, []))
+        requests[-1].sequence.token_ids.append(rng.randrange(9))
+        requests[-1].sequence.num_written += 1
+    scheduled = {request: 1 for request in requests if rng.random() < 0.95}
+    proposals = {requests[0]: Proposal([1, 2])} if rng.random() < 0.1 else {}
+    decodes = not proposals and len(scheduled) == len(requests)
+    decodes = decodes and all(request.sequence.num_pending == 1 for request in requests)
+    general = _spans(requests, scheduled, proposals)
+    spans = _decoding_spans(requests, scheduled, proposals)
+    assert (spans is not None) == decodes
+    for one, other in zip(spans or general, general, strict=True):
+        assert list(one) == list(other)
 
 
 def two_alike(common: list[int], written: int = 600) -> list[Request]:
