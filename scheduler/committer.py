@@ -10,7 +10,8 @@ from pagedraft.scheduler.launch import Launched
 from pagedraft.scheduler.logprobs import add_logprobs
 from pagedraft.scheduler.observer import StepRecord
 from pagedraft.scheduler.output import Kept, is_in_doubt, keep
-from pagedraft.scheduler.request import Request
+from pagedraft.scheduler.request import OFF, Request
+from pagedraft.scheduler.speculation import PLAIN_PASS
 
 if TYPE_CHECKING:
     from pagedraft.scheduler.engine import Engine
@@ -34,6 +35,7 @@ class Committer:
         settle = self._engine.speculation.settle
         outbox, waiting = self._engine.outbox, self._engine.waiting
         is_contended, num_kept = bool(waiting), 0
+        one_token = (now, 1)
         rows = zip(step.sampled, step.proposals, verified, strict=True)
         for index, (request, proposal, tokens) in enumerate(rows):
             sequence, num_new = request.sequence, len(tokens)
@@ -44,8 +46,12 @@ class Committer:
                 and request.stop_ids.isdisjoint(tokens)
                 and request.row >= 0
             ):  # keeps all and goes on, as nearly every row of every step
-                settle(request, proposal, tokens, num_new)
-                request.stats.emissions.append((now, num_new))
+                stats = request.stats
+                if request.choice is OFF and not proposal.tokens:
+                    stats.passes.append(PLAIN_PASS)
+                else:
+                    settle(request, proposal, tokens, num_new)
+                stats.emissions.append(one_token if num_new == 1 else (now, num_new))
                 sequence.append(tokens)
                 num_kept += num_new
                 if emitted is not None:

@@ -76,8 +76,15 @@ def _spans(
         lengths.append(length)
         starts.append(start)
         num_logits.append(count)
-    arrays = [np.array(values) for values in (lengths, starts, num_logits)]
-    return _Spans(tokens, *arrays, sampled, drafts, unfinished)
+    return _Spans(
+        tokens,
+        np.array(lengths),
+        np.array(starts),
+        np.array(num_logits),
+        sampled,
+        drafts,
+        unfinished,
+    )
 
 
 def _decoding_spans(

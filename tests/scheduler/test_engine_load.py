@@ -10,11 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pagedraft.decoding.controller import DraftController
 from pagedraft.decoding.drafters.suffix import SuffixDrafter
 from pagedraft.decoding.params import SamplingParams
 from pagedraft.decoding.sequence import Sequence
+from pagedraft.scheduler.committer import Committer
 from pagedraft.scheduler.engine import Engine
+from pagedraft.scheduler.observer import Observer
 from pagedraft.scheduler.request import Request
+from pagedraft.scheduler.roster import Roster
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 VOCAB, BLOCK, NUM_BLOCKS = 64, 16, 64
@@ -69,9 +73,15 @@ def make_request(index: int, rng: random.Random) -> Request:
     return Request(f"r{index}", sequence, params, stop_ids, 512, **options)
 
 
-def make_engine(speculates: bool, overlap: bool) -> Engine:
-    drafters = [SuffixDrafter()] if speculates else []
-    return Engine(FakeTarget(), [FakeCache()], drafters=drafters, overlap=overlap, max_rows=48)
+def make_engine(speculates: bool, overlap: bool, k: int | str = "auto") -> Engine:
+    return Engine(
+        FakeTarget(),
+        [FakeCache()],
+        drafters=[SuffixDrafter()] if speculates else [],
+        controller=DraftController(k),
+        overlap=overlap,
+        max_rows=48,
+    )
 
 
 def run(num_requests: int, engine: Engine, seed: int) -> list[Request]:
@@ -121,6 +131,66 @@ def test_many_requests(speculates, overlap):
     assert any(request.stats.num_preemptions for request in requests)
     assert any(request.stats.num_cached_tokens for request in requests)
     assert any(request.finish_reason == "abort" for request in requests)
+
+
+class Watcher(Observer):
+    """Notes what each step emitted, as observers are told and as callbacks are."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, list[int]]]] = []
+        self.calls: list[tuple[str, list[int]]] = []
+
+    def on_step(self, record):
+        emitted = {request.request_id: list(tokens) for request, tokens in record.emitted.items()}
+        self.steps.append((record.num_kept, emitted))
+
+    def on_add(self, request, caller):
+        request.on_tokens = lambda tokens: self.calls.append((request.request_id, tokens))
+
+
+def outcome(speculates: bool, overlap: bool) -> list[object]:
+    """All that a load leaves behind but times."""
+    engine, watcher = make_engine(speculates, overlap, k=4), Watcher()  # "auto" goes by the clock
+    engine.outbox.observers.append(watcher)
+    requests = run(150, engine, seed=7)
+    check(requests, engine)
+    stats = engine.stats
+    ends = [
+        (
+            request.sequence.token_ids,
+            request.finish_reason,
+            request.stop_reason,
+            [count for _, count in request.stats.emissions],
+            request.stats.decisions,
+            request.stats.num_preemptions,
+        )
+        for request in requests
+    ]
+    totals = (stats.num_steps, stats.num_fed, stats.num_committed, stats.slot_steps_used)
+    return [ends, watcher.steps, watcher.calls, totals]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("speculates", [False, True])
+def test_rows_that_keep_all_are_committed_as_any_row(speculates, overlap, monkeypatch):
+    """The short way through ``Committer.commit`` against the one that any row can take."""
+    shortly, num_rows = outcome(speculates, overlap), []
+    add, commit_row = Roster.add, Committer._commit_row
+
+    def add_as_not_plain(roster, request):
+        add(roster, request)
+        request.is_plain = False
+
+    def counted(committer, *args):
+        num_rows.append(1)
+        return commit_row(committer, *args)
+
+    monkeypatch.setattr(Committer, "_commit_row", counted)
+    assert outcome(speculates, overlap) == shortly
+    num_of_any = len(num_rows)
+    monkeypatch.setattr(Roster, "add", add_as_not_plain)
+    assert outcome(speculates, overlap) == shortly
+    assert len(num_rows) - num_of_any > 5 * num_of_any > 0
 
 
 def test_ten_thousand_requests_in_time():
