@@ -60,7 +60,7 @@ def draw_spans(
     known = known or SpanDraws()
     if known.is_edited(sequences):
         return draw(logits_QV, *rows_of_logits(sequences, drafts))
-    lengths_R = np.array([len(tokens) + 1 for tokens in drafts])
+    lengths_R = np.array([len(tokens) + 1 for tokens in drafts]) if any(drafts) else None
     return sample(logits_QV, known.batch(logits_QV.device, sequences, lengths_R))
 
 

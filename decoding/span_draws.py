@@ -7,6 +7,7 @@ life, so their numbers are kept from step to step.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,32 +39,58 @@ class SpanDraws:
 
     def __init__(self) -> None:
         self._numbers = _Numbers([], {}, False)
+        self._tensors: dict[torch.device, dict[str, torch.Tensor]] = {}  # of the same numbers
 
     def is_edited(self, sequences: Seq[Sequence]) -> bool:
         """Whether any of them ``changes_logits``: then its rows need more than ``batch`` gives."""
         return self._of(sequences).is_edited
 
     def batch(
-        self, device: torch.device, sequences: Seq[Sequence], lengths_R: np.ndarray
+        self, device: torch.device, sequences: Seq[Sequence], lengths_R: np.ndarray | None = None
     ) -> SampleBatch:
-        """For ``lengths_R[r]`` rows of logits of each sequence, from its next position on."""
+        """For ``lengths_R[r]`` rows of logits of each sequence, from its next position on.
+
+        lengths_R: None is one row each.
+        """
         by_field = self._of(sequences).by_field
         first_R = np.array([len(sequence.token_ids) for sequence in sequences])
-        num_rows = int(lengths_R.sum())
-        if num_rows == len(first_R):  # a row each
-            vectors = dict(by_field, position_Q=first_R)
-        else:
-            first_R -= lengths_R.cumsum() - lengths_R
-            row_Q = np.arange(len(first_R)).repeat(lengths_R)
-            vectors = {name: values_R[row_Q] for name, values_R in by_field.items()}
-            vectors["position_Q"] = first_R[row_Q] + np.arange(num_rows)
-        fields: dict[str, Any] = {name: _moved(values, device) for name, values in vectors.items()}
-        return SampleBatch(**fields)
+        if lengths_R is None:
+            fields: dict[str, Any] = dict(self._on(device))
+            return SampleBatch(position_Q=_moved(first_R, device), **fields)
+        first_R -= lengths_R.cumsum() - lengths_R
+        row_Q = np.arange(len(first_R)).repeat(lengths_R)
+        fields = {name: _moved(values_R[row_Q], device) for name, values_R in by_field.items()}
+        position_Q = first_R[row_Q] + np.arange(len(row_Q))
+        return SampleBatch(position_Q=_moved(position_Q, device), **fields)
 
     def _of(self, sequences: Seq[Sequence]) -> _Numbers:
         if self._numbers.sequences != sequences:  # compares identities
-            self._numbers = _gather(list(sequences))
+            self._numbers = _updated(self._numbers, [*sequences])
+            self._tensors.clear()
         return self._numbers
+
+    def _on(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The numbers as tensors; only read, so one copy serves the steps of the same sequences."""
+        tensors = self._tensors.get(device)
+        if tensors is None:
+            by_field = self._numbers.by_field
+            tensors = {name: _moved(values, device) for name, values in by_field.items()}
+            self._tensors[device] = tensors
+        return tensors
+
+
+def _updated(known: _Numbers, sequences: list[Sequence]) -> _Numbers:
+    """``_gather(sequences)``, from what is known of those that kept their places where possible."""
+    before = zip_longest(sequences, known.sequences[: len(sequences)])
+    new = [row for row, (sequence, old) in enumerate(before) if sequence is not old]
+    of_new = _gather([sequences[row] for row in new])
+    if known.is_edited or known.by_field.keys() != of_new.by_field.keys():
+        return _gather(sequences)
+    by_field = {}
+    for name, values_n in of_new.by_field.items():
+        values_R = by_field[name] = np.resize(known.by_field[name], len(sequences))
+        values_R[new] = values_n
+    return _Numbers(sequences, by_field, of_new.is_edited)
 
 
 def _gather(sequences: list[Sequence]) -> _Numbers:

@@ -86,9 +86,9 @@ def start_verification(
     num_rows = len(drafts) + sum(map(len, drafts))
     if num_rows != logits_QV.shape[0]:
         raise ValueError(f"logits_QV: expected {num_rows} rows, got {logits_QV.shape[0]}")
-    rules = [s.accept if d else "match" for s, d in zip(sequences, drafts, strict=True)]
     if num_rows == len(drafts):  # no drafts: nothing to compare
         return Verification(drafts, draw_spans(logits_QV, sequences, drafts, known))
+    rules = [s.accept if d else "match" for s, d in zip(sequences, drafts, strict=True)]
     kinds = dict.fromkeys(rules)
     if len(kinds) == 1:
         counts_R, next_token_R = _RULES[rules[0]](logits_QV, sequences, proposals, known)
@@ -114,8 +114,9 @@ def _match(
     known: SpanDraws | None,
 ) -> Verified:
     """Draw at every position and compare."""
-    drawn_Q = draw_spans(logits_QV, sequences, [proposal.tokens for proposal in proposals], known)
-    return verify(*_tokens_and_starts(proposals, logits_QV.device), drawn_Q)
+    drafts = [proposal.tokens for proposal in proposals]
+    drawn_Q = draw_spans(logits_QV, sequences, drafts, known)
+    return verify(*_tokens_and_starts(drafts, logits_QV.device), drawn_Q)
 
 
 def _judged(
@@ -138,12 +139,11 @@ _RULES: Mapping[str, Callable[..., Verified]] = {
 
 
 def _tokens_and_starts(
-    proposals: Seq[Proposal], device: torch.device
+    drafts: Seq[Seq[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All drafts, int64 [K], and where each row's begin, int32 [R + 1]."""
-    drafts = [proposal.tokens for proposal in proposals]
-    tokens_K = np.array(list(chain.from_iterable(drafts)), np.int64)
     starts_R1 = np.array([0, *accumulate(map(len, drafts))], np.int32)
+    tokens_K = np.fromiter(chain.from_iterable(drafts), np.int64, int(starts_R1[-1]))
     tensors = torch.from_numpy(tokens_K), torch.from_numpy(starts_R1)
     if device.type == "cpu":
         return tensors
@@ -153,7 +153,8 @@ def _tokens_and_starts(
 def _drafts(logits_QV: torch.Tensor, sequences: Seq[Sequence], proposals: Seq[Proposal]) -> Drafts:
     """What the rejection and the block rule are told about the drafts."""
     device = logits_QV.device
-    tokens_K, starts_R1 = _tokens_and_starts(proposals, device)
+    drafts = [proposal.tokens for proposal in proposals]
+    tokens_K, starts_R1 = _tokens_and_starts(drafts, device)
     index_R = torch.tensor([sequence.sample_index for sequence in sequences], device=device)
     has_q = [proposal.q_KV is not None for proposal in proposals]
     return Drafts(
