@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
+from operator import mul
 from typing import NamedTuple, Protocol
 
 from pagedraft.scheduler.request import Request
@@ -153,13 +154,10 @@ class Pace:
             and max(scheduled.values(), default=0) < LARGE
         ):
             return
-        tokens = context = pairs = 0
-        for request, span in scheduled.items():
-            end = request.sequence.num_written
-            tokens += span
-            context += end
-            pairs += span * end - span * (span - 1) // 2
-        self.step_time.record(Load(tokens, len(scheduled), context, pairs), seconds)
+        spans = scheduled.values()
+        ends = [request.sequence.num_written for request in scheduled]
+        pairs = sum(map(mul, spans, ends)) - sum([span * (span - 1) // 2 for span in spans])
+        self.step_time.record(Load(sum(spans), len(scheduled), sum(ends), pairs), seconds)
 
     def _look(self, now: float) -> tuple[list[_Awaited], float]:
         """Requests whose prompts have a deadline, and the seconds that the coming step may last."""

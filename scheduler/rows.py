@@ -60,19 +60,22 @@ def _spans(
         sequence, length = request.sequence, scheduled.get(request, 0)
         token_ids, start = sequence.token_ids, sequence.num_written
         pending, count = len(token_ids) - start, 0
-        if length == 0:
-            start = 0
-        elif length < pending:
-            tokens += token_ids[start : start + length]
-            unfinished.append((request, length))
-        else:
+        if length >= pending:
             proposal = proposals.get(request, NOTHING)
-            tokens += token_ids[start:]
+            if pending == 1:
+                tokens.append(token_ids[start])
+            else:
+                tokens += token_ids[start:]
             tokens += proposal.tokens
             count = 1 + len(proposal.tokens)
             length = pending + count - 1
             sampled.append(request)
             drafts.append(proposal)
+        elif length:
+            tokens += token_ids[start : start + length]
+            unfinished.append((request, length))
+        else:
+            start = 0
         lengths.append(length)
         starts.append(start)
         num_logits.append(count)
@@ -184,17 +187,15 @@ class Rows:
 
     def _updated_table(self, scheduled: Mapping[Request, int]) -> torch.Tensor:
         """The block table on the device with the blocks of the rows that run."""
-        table, num_columns = self._table, 1
-        for row, (request, num_set) in enumerate(zip(self._requests, table.num_set, strict=False)):
-            block_ids = request.sequence.block_ids
-            if len(block_ids) != num_set and request in scheduled:
-                if not num_set:  # its first step: what it shares is known from here on
-                    self._common_R = self._runs = None
-                table.extend(row, block_ids)
-                num_set = len(block_ids)
-            if num_set > num_columns:
-                num_columns = num_set
-        return table.on_device(num_columns)
+        table, requests = self._table, self._requests
+        num_blocks = [len(request.sequence.block_ids) for request in requests]
+        if num_blocks != table.num_set[: len(requests)]:
+            for row, request in enumerate(requests):
+                if num_blocks[row] != table.num_set[row] and request in scheduled:
+                    if not table.num_set[row]:  # what it shares is known from its first step on
+                        self._common_R = self._runs = None
+                    table.extend(row, request.sequence.block_ids)
+        return table.on_device(max(num_blocks))
 
     def _shared_runs(self, num_cached_R: np.ndarray) -> list[Run]:
         """Runs of neighbouring rows that begin with the same blocks.
