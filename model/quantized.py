@@ -75,6 +75,16 @@ def concatenate(weights: Sequence[QuantWeight]) -> QuantWeight:
     )
 
 
+def select_outputs(weight: QuantWeight, rows_X: torch.Tensor) -> QuantWeight:
+    """Return the weight of the outputs ``rows_X`` (int64), with the same codes and factors."""
+    return replace(
+        weight,
+        codes=weight.codes[rows_X],
+        scale_CO=weight.scale_CO[:, rows_X].contiguous(),
+        zero_CO=None if weight.zero_CO is None else weight.zero_CO[:, rows_X].contiguous(),
+    )
+
+
 def _same_order(a: QuantWeight, b: QuantWeight) -> bool:
     if a.order_I is None or b.order_I is None:
         return a.order_I is b.order_I

@@ -18,10 +18,11 @@ from pagedraft.kernels.linear import PackedLinear, linear, pack_linear
 from pagedraft.kernels.linear_fused import Rows, gated_linear, linear_add_norm
 from pagedraft.kernels.paged_attention import AttentionPlan, paged_attention, prepare_attention
 from pagedraft.kernels.rms_norm import rms_norm
-from pagedraft.kernels.weight_quant import QuantWeight
 from pagedraft.kernels.write_kv import WritePlan, plan_write_kv, write_kv
 from pagedraft.model.batch import StepBatch
 from pagedraft.model.config import ModelConfig
+from pagedraft.model.draft_format import refuse_draft
+from pagedraft.model.head import Head, num_bytes
 from pagedraft.model.huge_pages import MIN_WEIGHT_BYTES, use_huge_pages
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.rope import rope_table
@@ -36,10 +37,6 @@ STAGES = ("embed", "input_norm", "qkv", "attention", "o_norm", "gate_up", "down_
 
 def _ignore(layer: int, stage: str, result: Rows) -> None:
     """Observe nothing."""
-
-
-def _num_bytes(weight: torch.Tensor | QuantWeight) -> int:
-    return weight.num_bytes if isinstance(weight, QuantWeight) else weight.nbytes
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,8 @@ class Transformer:
     Triton kernels, fp32 on the CPU path, where narrow arithmetic is slower than wide.
     folder: where it was loaded from, None for weights made in memory.
     weight_bytes: of all weights as they are stored, with factors and zero points.
-    ``weights`` (names as in weights.py) is emptied layer by layer, so that no second copy lives.
+    ``weights`` (names as in weights.py) is emptied layer by layer, so that no second copy lives;
+    its "head" may be a Head that is packed, another model's or one of few tokens.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class Transformer:
         self.config = config
         self.exact = exact
         self.folder: Path | None = None
-        self.weight_bytes = sum(map(_num_bytes, weights.values()))
+        self.weight_bytes = sum(map(num_bytes, weights.values()))
         embed = weights["embed"]
         self.device = embed.device
         self.dtype = embed.dtype
@@ -85,7 +83,8 @@ class Transformer:
         self.embed_VE = embed
         self.layers = [self._layer(weights, index) for index in range(config.num_layers)]
         self.final_norm_E = weights["final_norm"].to(self.activation_dtype)
-        self.head = pack_linear(weights.pop("head", embed), dtype=self.dtype)
+        head = weights.pop("head", embed)
+        self.head = head if isinstance(head, Head) else Head.pack(head, self.dtype)
         cos_PR, sin_PR = rope_table(config, config.max_positions)
         self.cos_PR, self.sin_PR = cos_PR.to(self.device), sin_PR.to(self.device)
         prepare_attention(self.device, self.activation_dtype, config.head_dim)
@@ -105,7 +104,9 @@ class Transformer:
         """Load ``config.json`` and the safetensors weights of ``folder``, cast to ``dtype``.
 
         weights: "int8", "int4" or "fp8" rounds the linear weights; "auto" keeps what is stored.
+        A draft that is no model of its own is refused (draft_folder.py loads it).
         """
+        refuse_draft(folder)
         config = ModelConfig.from_folder(folder)
         loaded = load_weights(folder, config, dtype=dtype, device=device, weights=weights)
         model = cls(config, loaded, exact=exact)
@@ -152,7 +153,7 @@ class Transformer:
     def row_multiple(self) -> int:
         """Pad a step's tokens to a multiple of this, so that no linear has to pad by itself."""
         layer = self.layers[0]
-        packed = (layer.qkv, layer.o, layer.gate_up, layer.down, self.head)
+        packed = (layer.qkv, layer.o, layer.gate_up, layer.down, self.head.packed)
         return math.lcm(*(weight.row_multiple for weight in packed))
 
     @torch.inference_mode()
@@ -191,7 +192,7 @@ class Transformer:
                 mlp_TF, layer.down, residual_TE, next_norm_E, eps, exact=exact
             )
             observe(index, "down_norm", normed)
-        logits_QV = linear(normed, self.head, exact=exact, out_dtype=torch.float32)
+        logits_QV = self.head.logits(normed, self.config.vocab_size, exact=exact)
         observe(len(self.layers), "head", logits_QV)
         return logits_QV[: batch.num_logits]
 

@@ -80,24 +80,41 @@ def load_weights(
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype}")
     check_weights(weights, config, device)
+    if config.quantization is not None:
+        weights = "auto"
     folder, parts = check_folder(folder), expected_parts(config)
-    is_rounded = weights != "auto" and config.quantization is None
-    result: dict[str, Any] = {}
     with ExitStack() as stack:
         files = open_files(folder, stack)
         _check_headers(folder, files, parts, config)
-        for name, sources in parts.items():
-            if sources[0].scheme is not None:
-                result[name] = _load_quantised(files, sources, device, f"{name}_bias" in parts)
-            elif is_rounded and _is_linear(name):
-                result[name] = _load_rounded(files, sources, device, _format_of(name, weights))
-            else:
-                result[name] = _load_plain(files, sources, dtype, device)
+        result = read_parts(files, parts, dtype=dtype, device=device, weights=weights)
         head = FAMILIES[config.family].tensors["head"][0]
         if config.tied_head and head in files:
             _check_tied(files, head, result["embed"])
-    if config.tied_head and is_rounded:
+    if config.tied_head and weights != "auto":
         result["head"] = quantized.quantize(result["embed"], _format_of("head", weights))
+    return result
+
+
+def read_parts(
+    files: Files,
+    parts: Mapping[str, list[Part]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: str,
+) -> dict[str, Any]:
+    """Read what ``parts`` name; their headers have been checked.
+
+    weights: what linear ones are rounded to, but those that are stored quantised; or "auto".
+    """
+    result: dict[str, Any] = {}
+    for name, sources in parts.items():
+        if sources[0].scheme is not None:
+            result[name] = _load_quantised(files, sources, device, f"{name}_bias" in parts)
+        elif weights != "auto" and _is_linear(name):
+            result[name] = _load_rounded(files, sources, device, _format_of(name, weights))
+        else:
+            result[name] = _load_plain(files, sources, dtype, device)
     return result
 
 
