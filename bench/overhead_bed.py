@@ -85,6 +85,7 @@ class EndIndex(SuffixAutomaton):
         if not self.tokens:
             tokens = list(token_ids)
             self.tokens += tokens[:-INDEXED_TOKENS]
+            self.num_learned = len(self.tokens)
             token_ids = tokens[-INDEXED_TOKENS:]
         super().extend(token_ids)
 

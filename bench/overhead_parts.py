@@ -16,12 +16,14 @@ from statistics import median
 from typing import Any
 
 PLAN, DRAFTS, BATCH, SAMPLING, DRAW = "plan", "drafts", "batch", "sampling", "draw"
-COMMIT, REST, MODEL = "commit", "rest", "model"
+COMMIT, REST, BEHIND, MODEL = "commit", "rest", "behind", "model"
 HOST_PARTS = (PLAN, DRAFTS, BATCH, SAMPLING, COMMIT, REST)
 DEVICE_PARTS = (DRAW, MODEL)  # kernels that run on the CPU here
+OTHER_PARTS = (BEHIND, *DEVICE_PARTS)  # what the device does not wait for
 
 # "module:attribute" or "module:Class.attribute" within pagedraft. What nobody claims is of the
-# part of its caller, and at last of REST: statistics, callbacks, publishing, observers.
+# part of its caller, and at last of REST: statistics, publishing. BEHIND is what the engine leaves
+# until a pass is under way.
 PARTS: dict[str, str] = {
     "scheduler.engine:Engine._plan": PLAN,
     "scheduler.speculation:Speculation.decide": DRAFTS,
@@ -33,6 +35,8 @@ PARTS: dict[str, str] = {
     "scheduler.launch:Launched.read": SAMPLING,
     "kernels.sample:sample_cpu": DRAW,
     "kernels.verify:verify_cpu": DRAW,
+    "scheduler.speculation:Speculation.teach": BEHIND,
+    "scheduler.outbox:Outbox.send": BEHIND,
     "scheduler.committer:Committer.commit": COMMIT,
     "scheduler.speculation:Speculation.settle": REST,
     "scheduler.engine:Engine._finish": REST,
@@ -64,7 +68,7 @@ class Probes:
 
     def measure(self, run: Callable[[], Any]) -> dict[str, float]:
         """Call ``run``; return what it took by part."""
-        self._spent = dict.fromkeys((*HOST_PARTS, *DEVICE_PARTS), 0.0)
+        self._spent = dict.fromkeys((*HOST_PARTS, *OTHER_PARTS), 0.0)
         self.wrap(run, REST)()
         return self._spent
 

@@ -59,10 +59,13 @@ def unweighed(k: int | str, limit: int, offers: Mapping[str, Proposal], models: 
         return OFF
     if limit <= 0:
         return NO_ROOM
-    found = [(name, len(offer.tokens)) for name, offer in offers.items() if offer.tokens]
-    if not found and not models:
+    drafter, count = models[0] if models else None, limit
+    for name, offer in offers.items():
+        if offer.tokens:
+            drafter, count = name, len(offer.tokens)
+            break
+    if drafter is None:
         return NONE_FOUND
-    drafter, count = found[0] if found else (models[0], limit)
     return UNDECIDED if isinstance(k, str) else fixed(drafter, min(k, limit, count))
 
 

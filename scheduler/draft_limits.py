@@ -33,11 +33,9 @@ def begin_decision(running: Seq[Request], k: int) -> list[Decoding]:
             continue
         limit = 0
         if request.drafters:
-            params = request.params
-            limit = k if params.k is None else params.k
-            num_left = params.max_tokens + sequence.num_prompt - num_tokens - 1
-            limit = num_left if num_left < limit else limit
-            num_left = request.max_context - num_tokens - 1
+            own_k = request.params.k
+            limit = k if own_k is None else own_k
+            num_left = request.max_total - num_tokens - 1
             limit = num_left if num_left < limit else limit
         decoding.append((request, limit))
     return decoding

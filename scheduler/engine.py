@@ -5,7 +5,8 @@ tokens and drafts the plan chose. Requests differ only in how many tokens they h
 
 The host reads the device once a step, after everything is launched. Until then nothing of the step
 is committed, so one that fails on its way leaves every request as it was. What the next launch does
-not need, callbacks and observers, can wait until that one is under way (``overlap``).
+not need, callbacks and observers, can wait until that one is under way (``overlap``); so does what
+drafters learn.
 """
 
 from __future__ import annotations
@@ -184,6 +185,7 @@ class Engine:
         try:
             launched = self._launch(plan, record)
             self.outbox.send()  # what the step before left, while this one runs
+            self.speculation.teach(plan.scheduled)
             verified = launched.read()
         except BaseException as error:
             self.outbox.failed(record, error)

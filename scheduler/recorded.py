@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -66,6 +66,9 @@ class RecordedSpeculation:
                 self._check(request, proposal)
                 proposals[request] = proposal
         return proposals
+
+    def teach(self, scheduled: Iterable[Request]) -> None:
+        """Nothing is learned."""
 
     def _check(self, request: Request, proposal: Proposal) -> None:
         """Raise ValueError for what no drafter may propose: kernels take it as it is."""

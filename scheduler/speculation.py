@@ -2,13 +2,14 @@
 
 One step: lookups offer what they find (``decide``), the controller chooses a drafter and a length
 for each request, the plan grants what fits, model drafters propose that much (``propose``), the
-target verifies, and the outcome teaches the controller (``settle``).
+target verifies, lookups learn the contexts meanwhile (``teach``), and the outcome teaches the
+controller (``settle``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import torch
@@ -16,8 +17,14 @@ import torch
 from pagedraft.decoding.acceptance import Acceptance, AcceptanceTable
 from pagedraft.decoding.choice import NONE_FOUND, Row, unweighed
 from pagedraft.decoding.controller import DraftController
-from pagedraft.decoding.drafters.base import Drafter, Proposal, is_lookup
-from pagedraft.decoding.drafters.guard import Contexts, cut, free_safely, propose_safely
+from pagedraft.decoding.drafters.base import Drafter, Proposal, is_lookup, learns
+from pagedraft.decoding.drafters.guard import (
+    Contexts,
+    cut,
+    free_safely,
+    learn_safely,
+    propose_safely,
+)
 from pagedraft.scheduler.draft_limits import Decoding, begin_decision, reset
 from pagedraft.scheduler.request import OFF, PROMPT, RESTING, Decision, Request
 
@@ -63,6 +70,7 @@ class Speculation:
     def drafters(self, drafters: dict[str, Drafter]) -> None:
         self._drafters = drafters
         self._lookups = [name for name, drafter in drafters.items() if is_lookup(drafter)]
+        self._learners = [name for name, drafter in drafters.items() if learns(drafter)]
         self._has_models = len(self._lookups) < len(drafters)
 
     def admit(self, request: Request) -> None:
@@ -95,11 +103,13 @@ class Speculation:
             return proposals
         asked: dict[str, list[Request]] = {}
         for request, num_tokens in scheduled.items():
+            name = request.choice.drafter
+            if name is None:
+                continue
             sequence = request.sequence
             num_drafts = num_tokens - len(sequence.token_ids) + sequence.num_written
-            request.num_drafts = num_drafts if num_drafts > 0 else 0
-            name = request.choice.drafter
-            if num_drafts <= 0 or name is None:
+            request.num_drafts = num_drafts
+            if num_drafts == 0:
                 continue
             offer = request.offers.get(name)
             if offer is None:
@@ -111,6 +121,21 @@ class Speculation:
         for name, requests in asked.items():
             proposals |= self._run(name, requests, [r.num_drafts for r in requests])
         return proposals
+
+    def teach(self, scheduled: Iterable[Request]) -> None:
+        """Let drafters learn the contexts of a step that is under way; nobody waits for it."""
+        if not self.drafters:
+            return
+        for name in self._learners:
+            requests = [
+                request
+                for request in scheduled  # a callback may have ended or preempted some
+                if name in request.drafters and request.row >= 0 and not self._is_resting(request)
+            ]
+            sequences = [request.sequence for request in requests]
+            errors = learn_safely(self.drafters[name], sequences, self._contexts)
+            for row, error in errors.items():
+                self.turn_off(requests[row], name, error)
 
     def record_step(
         self,
@@ -141,12 +166,11 @@ class Speculation:
 
         Statistics count the tokens that the request keeps, of which there may be fewer.
         """
-        choice = request.choice
-        if choice is OFF and not proposal.tokens:
+        choice, num_drafted = request.choice, len(proposal.tokens)
+        if choice is OFF and num_drafted == 0:
             request.stats.passes.append(PLAIN_PASS)
             return
         drafter, k, reason, _ = choice
-        num_drafted, num_accepted = len(proposal.tokens), len(tokens) - 1
         if num_drafted == 0:
             drafter = None
             request.num_plain_passes += 1
@@ -154,9 +178,10 @@ class Speculation:
             request.num_plain_passes = 0
         if num_drafted != k:  # "no room": as many as the plan granted
             reason = "no room" if num_drafted == request.num_drafts else "nothing found"
+        num_accepted = len(tokens) - 1
         num_counted = num_accepted if num_accepted < num_kept else num_kept
         request.stats.passes.append((drafter, k, num_drafted, num_counted, reason))
-        if request.drafters and self._is_weighed(request):
+        if self.controller.k == "auto" and request.drafters and request.params.k is None:
             self._learn(request, proposal, tokens, drafter)
 
     def turn_off(self, request: Request, name: str | None, error: str) -> None:
@@ -176,32 +201,31 @@ class Speculation:
 
     def _collect_offers(self, name: str, decoding: Seq[Decoding]) -> None:
         """Ask a lookup."""
-        asked, limits = [], []
         may_rest = self.controller.k == "auto"
-        for request, limit in decoding:
-            is_awake = not (may_rest and self._is_resting(request))
-            if limit > 0 and name in request.drafters and is_awake:
-                asked.append(request)
-                limits.append(limit)
+        asked = [
+            (request, limit)
+            for request, limit in decoding
+            if limit > 0
+            and name in request.drafters
+            and not (may_rest and self._is_resting(request))
+        ]
         if not asked:
             return
-        for request, proposal in zip(asked, self._ask(name, asked, limits), strict=True):
+        requests = [request for request, _ in asked]
+        proposals = self._ask(name, requests, [limit for _, limit in asked])
+        for request, proposal in zip(requests, proposals, strict=True):
             if proposal.tokens:
                 request.offers[name] = proposal
 
     def _give_fixed(self, decoding: Seq[Decoding]) -> None:
         """As many drafts as were asked for."""
-        default = self.controller.k
+        default, has_models = self.controller.k, self._has_models
         for request, limit in decoding:
             if request.drafters:
-                k = request.params.k
-                choice = unweighed(
-                    default if k is None else k,
-                    limit,
-                    request.offers,
-                    self._models(request) if self._has_models else (),
-                )
-                request.choice = choice
+                own_k = request.params.k
+                k = default if own_k is None else own_k
+                models = self._models(request) if has_models else ()
+                request.choice = choice = unweighed(k, limit, request.offers, models)
                 request.num_drafts = choice.k
 
     def _weigh(self, decoding: Seq[Decoding], num_other_tokens: int) -> None:

@@ -44,6 +44,10 @@ class Drafter(Protocol):
     A drafter that runs no model (an attribute ``is_lookup = True``; the default is False) is asked
     at every step, before the plan, and owns no blocks for its drafts: what it proposes costs
     nothing until it is verified. Others are asked for what the plan granted.
+
+    A drafter may also have ``learn(sequences)``. It is called at every step, with rows that are
+    prompts or draft, when the step is under way: a good time for work that no proposal waits for.
+    The contexts are those before the step, and must not be changed.
     """
 
     name: str
@@ -64,6 +68,14 @@ def is_lookup(drafter: Drafter) -> bool:
     """Whether the drafter runs no model and may be asked at every step."""
     try:
         return bool(getattr(drafter, "is_lookup", False))
+    except Exception:  # anybody's code
+        return False
+
+
+def learns(drafter: Drafter) -> bool:
+    """Whether the drafter has ``learn``."""
+    try:
+        return callable(getattr(drafter, "learn", None))
     except Exception:  # anybody's code
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import cast
 
@@ -65,6 +66,29 @@ def propose_safely(
     return proposed, errors
 
 
+def learn_safely(drafter: Drafter, sequences: Seq[Sequence], contexts: Contexts) -> dict[int, str]:
+    """Let the drafter learn; return an error message for each row whose drafter failed.
+
+    A batch that raises is told again row by row. contexts: as for ``propose_safely``.
+    """
+    errors: dict[int, str] = {}
+    try:
+        _learn(drafter, sequences, contexts)
+        return errors
+    except INTERRUPTS:
+        raise
+    except BaseException:  # a panic in native code is no Exception
+        pass
+    for row, sequence in enumerate(sequences):
+        try:
+            _learn(drafter, [sequence], contexts)
+        except INTERRUPTS:
+            raise
+        except BaseException as error:
+            errors[row] = f"learn: {describe(error)}"
+    return errors
+
+
 def free_safely(drafter: Drafter, sequence: Sequence) -> str | None:
     """Tell the drafter that ``sequence`` is gone; return the error message if it fails."""
     try:
@@ -84,7 +108,7 @@ def _propose(
     contexts: Contexts,
 ) -> Seq[Proposal]:
     """Propose, as plain integers: what is emitted later must not be the drafter's own objects."""
-    if vars(type(drafter)).get("copies_contexts", False):  # this very class: not a user's own
+    if _is_trusted(drafter):
         return cast("Seq[Proposal]", drafter.propose(sequences, num_drafts))
     before = [(sequence.token_ids, contexts.copy_of(sequence)) for sequence in sequences]
     try:
@@ -97,6 +121,23 @@ def _propose(
         _usable(row if isinstance(row, Proposal) else Proposal(row), k, *target)
         for row, k in zip(proposed, num_drafts, strict=True)
     ]
+
+
+def _learn(drafter: Drafter, sequences: Seq[Sequence], contexts: Contexts) -> None:
+    learn: Callable[[Seq[Sequence]], None] = drafter.learn  # type: ignore[attr-defined]
+    if _is_trusted(drafter):
+        learn(sequences)
+        return
+    before = [(sequence.token_ids, contexts.copy_of(sequence)) for sequence in sequences]
+    try:
+        learn(list(sequences))
+    finally:
+        _restore(drafter, sequences, before)
+
+
+def _is_trusted(drafter: Drafter) -> bool:
+    """Whether it only copies ids of contexts: by this very class, not one that a user derived."""
+    return bool(vars(type(drafter)).get("copies_contexts", False))
 
 
 def _restore(

@@ -28,7 +28,7 @@ FEW = 16  # new tokens: one by one up to here, all at once beyond
 class NgramIndex:
     """Index of one context's n-grams: for each, where it last ended before the current end.
 
-    tokens: seen so far.
+    tokens: seen so far. num_learned: how many of them are indexed.
 
     **Units**: positions and lengths are tokens. An n-gram that ends at ``end`` covers
     ``tokens[end - n : end]``, so what followed it begins at ``end``.
@@ -45,12 +45,18 @@ class NgramIndex:
             raise ValueError(f"lengths: expected n-gram lengths of at least 1, got {lengths}")
         self.lengths = tuple(sorted(set(lengths), reverse=True))
         self.tokens: list[int] = []
+        self.num_learned = 0
         self._last_end: dict[tuple[int, ...], int] = {}
 
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Append committed tokens, to be indexed later."""
+        self.tokens += token_ids
+
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Append committed tokens."""
-        tokens, old_end = self.tokens, len(self.tokens)
-        tokens.extend(token_ids)
+        """Append committed tokens, and index all that were appended."""
+        tokens, old_end = self.tokens, self.num_learned
+        tokens += token_ids
+        self.num_learned = len(tokens)
         for n in self.lengths:
             # Ends before the current one only: the current suffix must not find itself.
             ends = range(max(n, old_end), len(tokens))

@@ -49,8 +49,11 @@ class SuffixAutomaton:
     **Units**: lengths and positions are tokens; a run that ends at ``end`` is
     ``tokens[end - length : end]``.
 
-    **Cost**: amortised O(1) a token, at most 2 states and 3 transitions a token; a proposal costs
-    its length.
+    tokens: all that were appended. num_learned: how many of them are in the automaton; those that
+        were only followed are looked for in it, and found by nobody.
+
+    **Cost**: amortised O(1) a token, at most 2 states and 3 transitions a token; a token that is
+    only followed takes a look-up or a few, a proposal its length.
 
     **Source**: Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985;
     for decoding Hu et al., "SAM decoding", arXiv 2411.10666.
@@ -61,35 +64,52 @@ class SuffixAutomaton:
             raise ValueError(f"min_match: expected at least 1 token, got {min_match}")
         self.min_match = min_match
         self.tokens: list[int] = []
+        self.num_learned = 0
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]  # of a state's longest run
         self._end = [0]  # where its runs ended first
-        self._last = ROOT  # the state of the whole current text
+        self._last = ROOT  # the state of the whole current text, as far as it is learned
         self._seen = ROOT  # the state of its longest suffix that was seen before
+        self._seen_length = 0  # of that suffix
 
     @property
     def num_tokens(self) -> int:
-        """Tokens seen so far, with one TEXT_END between two texts."""
+        """Tokens appended so far, with one TEXT_END between two texts."""
         return len(self.tokens)
 
     @property
     def repeat(self) -> Match:
         """The longest suffix of the current text that was seen before, in it or in another."""
-        return Match(self._length[self._seen], self._end[self._seen])
+        return Match(self._seen_length, self._end[self._seen])
 
     def start_text(self) -> None:
         """End the current text: what is appended next does not follow it."""
+        self.learn()
         if self.tokens:
             self.tokens.append(TEXT_END)
+            self.num_learned += 1
         self._last = self._seen = ROOT
+        self._seen_length = 0
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Append tokens to the current text, to be learned later."""
+        self.tokens += token_ids
+        self._seen, self._seen_length = self._walk(token_ids, self._seen, self._seen_length)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Append tokens to the current text."""
-        tokens, nexts, links, lengths = self.tokens, self._next, self._link, self._length
+        """Append tokens to the current text and learn them."""
+        self.tokens += token_ids
+        self.learn()
+
+    def learn(self) -> None:
+        """Build what was appended into the automaton."""
+        nexts, links, lengths, ends = self._next, self._link, self._length, self._end
         last, seen = self._last, self._seen
-        for token in token_ids:
-            tokens.append(token)
+        new_tokens = self.tokens[self.num_learned :]
+        if not new_tokens:
+            return
+        for end, token in enumerate(new_tokens, self.num_learned + 1):
             following = nexts[last]
             if token in following:  # another text began like this one
                 seen = following[token]
@@ -101,7 +121,7 @@ class SuffixAutomaton:
             nexts.append({})
             links.append(ROOT)
             lengths.append(lengths[last] + 1)
-            self._end.append(len(tokens))
+            ends.append(end)
             while True:
                 following[token] = state
                 last = links[last]
@@ -116,11 +136,12 @@ class SuffixAutomaton:
                     break
             links[state] = seen
             last = state
-        self._last, self._seen = last, seen
+        self._last, self._seen, self._seen_length = last, seen, lengths[seen]
+        self.num_learned = len(self.tokens)
 
     def propose(self, k: int) -> Proposal:
         """``k`` tokens after the first copy of the longest repeated suffix; for one text."""
-        length = self._length[self._seen]
+        length = self._seen_length
         if length < self.min_match:
             return NOTHING
         end = self._end[self._seen]
@@ -129,20 +150,27 @@ class SuffixAutomaton:
 
     def find(self, token_ids: Sequence[int]) -> Match:
         """The longest suffix of ``token_ids`` that was seen, and where it ended first."""
-        state, length = ROOT, 0
-        for token in token_ids:
-            while state != ROOT and token not in self._next[state]:
-                state = self._link[state]
-                length = self._length[state]
-            if token in self._next[state]:
-                state = self._next[state][token]
-                length += 1
+        state, length = self._walk(token_ids, ROOT, 0)
         return Match(length, self._end[state]) if length >= self.min_match else NO_MATCH
 
     def following(self, match: Match, k: int) -> list[int]:
         """At most ``k`` tokens that followed ``match`` in its text."""
         tokens = self.tokens[match.end : match.end + k]
         return tokens[: tokens.index(TEXT_END)] if TEXT_END in tokens else tokens
+
+    def _walk(self, token_ids: Sequence[int], state: int, length: int) -> tuple[int, int]:
+        """The longest known suffix of a run of ``state``, ``length`` tokens, with more tokens."""
+        nexts, links, lengths = self._next, self._link, self._length
+        for token in token_ids:
+            longer = nexts[state].get(token)
+            while longer is None and state != ROOT:
+                state = links[state]
+                length = lengths[state]
+                longer = nexts[state].get(token)
+            if longer is not None:
+                state = longer
+                length += 1
+        return state, length
 
     def _split(self, state: int, token: int) -> int:
         """Split the state of ``state``'s longest run and ``token`` off one that longer runs share.

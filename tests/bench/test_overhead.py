@@ -11,12 +11,21 @@ import torch
 
 from pagedraft.bench import kv_waste, overhead, overhead_parts
 from pagedraft.bench.overhead import Result, context_ratios, measure
-from pagedraft.bench.overhead_bed import INDEXED_TOKENS, Bed, Case, EndIndex, FakeTarget, script
+from pagedraft.bench.overhead_bed import (
+    INDEXED_TOKENS,
+    Bed,
+    Case,
+    EndDrafter,
+    EndIndex,
+    FakeTarget,
+    script,
+)
 from pagedraft.bench.overhead_parts import (
+    BEHIND,
     COMMIT,
-    DEVICE_PARTS,
     HOST_PARTS,
     MODEL,
+    OTHER_PARTS,
     PARTS,
     PLAN,
     REST,
@@ -70,7 +79,7 @@ def test_a_part_is_its_functions_without_those_of_other_parts(clock):
         plan()
 
     spent = probes.measure(step)
-    want = dict.fromkeys((*HOST_PARTS, *DEVICE_PARTS), 0) | {
+    want = dict.fromkeys((*HOST_PARTS, *OTHER_PARTS), 0) | {
         PLAN: 1500,
         MODEL: 9000,
         COMMIT: 100,
@@ -123,6 +132,23 @@ def test_a_slow_plan_is_seen_in_plan(monkeypatch):
     assert min(after.host) > 3000
     others = [name for name in HOST_PARTS if name != PLAN]
     assert after.part(*others) < 3000
+
+
+def test_what_runs_behind_the_device_is_not_of_the_host(monkeypatch):
+    """Teeth: 3 ms of CPU time in a drafter that learns."""
+    honest = EndDrafter.learn
+
+    def slow(*args):
+        end = time.thread_time() + 0.003
+        while time.thread_time() < end:
+            pass
+        return honest(*args)
+
+    monkeypatch.setattr(EndDrafter, "learn", slow)
+    with torch.inference_mode():
+        (result,) = measure([TINY], 12, Probes())
+    assert max(result.part(*HOST_PARTS), sorted(result.host)[3]) < 2000 < 3000 < min(result.total)
+    assert result.part(BEHIND) > 3000
 
 
 def test_probes_leave_the_engine_as_it_was():
@@ -232,6 +258,7 @@ def test_dry_run(tmp_path, capsys):
     ]
     assert set(document["context_ratios"]) == {"2 rows, k=0", "2 rows, k=2"}
     assert "96 turnover" in printed
+    assert all(row["total_us"][1] > row["host_us"][1] for row in document["rows"])
 
 
 def test_profile(capsys):

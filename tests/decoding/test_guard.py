@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagedraft.decoding.drafters.base import Proposal
-from pagedraft.decoding.drafters.guard import Contexts, propose_safely
+from pagedraft.decoding.drafters.base import Proposal, learns
+from pagedraft.decoding.drafters.guard import Contexts, learn_safely, propose_safely
 from pagedraft.decoding.drafters.lookup import NgramDrafter
 from pagedraft.decoding.drafters.suffix import SuffixDrafter
 from pagedraft.decoding.drafters.suffix_automaton import SuffixAutomaton
@@ -198,6 +198,61 @@ def test_what_was_cut_off_is_lost_without_the_copy(monkeypatch):
     sequence = Sequence(token_ids=[1, 2, 4], num_prompt=1, temperature=1.0, seed=0)
     propose_safely(Meddler(_cuts), [sequence], [3], VOCAB, CPU)
     assert sequence.token_ids == [1]
+
+
+class Learner(Says):
+    """Learns as it was told."""
+
+    def __init__(self, learn) -> None:
+        super().__init__([])
+        self.learn = learn
+
+
+def _fails_on_zeros(sequences):
+    if any(0 in sequence.token_ids for sequence in sequences):
+        raise ZeroDivisionError("a zero")
+
+
+LEARNERS = {
+    "nothing wrong": (lambda sequences: None, {}),
+    "an empty list": (lambda sequences: sequences.clear(), {}),
+    "a row that fails": (_fails_on_zeros, {1: "learn: ZeroDivisionError: a zero"}),
+    "no function": (None, dict.fromkeys(range(3), "learn: TypeError: ")),
+    "contexts changed": (
+        lambda sequences: [sequence.token_ids.append(1) for sequence in sequences],
+        dict.fromkeys(range(3), "learn: ValueError: says: changed token_ids"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_what_may_happen_when_a_drafter_learns(name):
+    learn, messages = LEARNERS[name]
+    contexts = [[1, 2], [1, 0], [3]]
+    rows = [Sequence(token_ids=list(c), num_prompt=1, temperature=1.0, seed=0) for c in contexts]
+    errors = learn_safely(Learner(learn), rows, Contexts())
+    assert list(errors) == list(messages)
+    assert all(errors[row].startswith(message) for row, message in messages.items())
+    assert [row.token_ids for row in rows] == contexts
+
+
+def test_an_interrupt_while_a_drafter_learns_goes_through():
+    def learn(sequences):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        learn_safely(Learner(learn), [], Contexts())
+
+
+def test_whether_it_learns_is_anybodys_answer():
+    class Odd(Says):
+        @property
+        def learn(self):
+            raise RuntimeError("not today")
+
+    assert [learns(d) for d in (SuffixDrafter(), Says([]), Learner(3), Odd([]))] == [True] + [
+        False
+    ] * 3
 
 
 class TestTrust:

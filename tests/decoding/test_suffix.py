@@ -51,6 +51,46 @@ class TestLookups:
         assert propose(drafter, longer, long, short) == [[], [0, 1, 2], [1, 2, 1]]
         assert propose(drafter, longer, long, short) == [[0, 1, 2], [0, 1, 2], [1, 2, 1]]
 
+    def test_once_taught_it_looks_up_and_leaves_learning_for_later(self, name):
+        drafter, row = LOOKUPS[name](), sequence([*TEXT, 11, 12])
+        drafter.learn([row])
+        assert propose(drafter, row) == [[13, 14, 15]]
+        row.append([13, 99, 98, 15, 16])
+        assert propose(drafter, row) == [[11, 12, 13]]
+        assert propose(drafter, row) == [[11, 12, 13]]
+        row.append([99, 98])
+        assert propose(drafter, row) == [[]]
+        drafter.learn([row])
+        assert propose(drafter, row) == [[15, 16, 99]]
+
+    def test_what_is_followed_row_by_row_is_learned_once(self, name):
+        """As after each step: a period shorter than a step, a long one, and one token at a time."""
+        text = [*range(60), *[1, 2, 3] * 12, *range(30), *[7] * 9, *range(40)]
+        drafter, at_once = LOOKUPS[name](), LOOKUPS[name]()
+        row, whole = sequence(text[:70]), sequence(text)
+        for start in range(70, len(text), 5):
+            drafter.learn([row])
+            propose(drafter, row)
+            row.append(text[start : start + 5])
+        drafter.learn([row])
+        assert propose(drafter, row) == propose(at_once, whole) == [[40, 41, 42]]
+        (late, _), (early, _) = drafter._indexes[id(row)], at_once._indexes[id(whole)]
+        assert vars(late) == vars(early)
+
+    def test_a_long_prompt_is_learned_in_parts_and_drafts_when_few_tokens_are_missing(self, name):
+        long, short = sequence(list(range(100)) * 2), sequence([1, 2, 1, 2])
+        drafter = LOOKUPS[name](index_tokens=80)
+        for expected in ([[], [1, 2, 1]], [[0, 1, 2], [1, 2, 1]], [[0, 1, 2], [1, 2, 1]]):
+            drafter.learn([long, short])
+            assert propose(drafter, long, short) == expected
+
+    def test_a_long_prompt_is_not_learned_by_proposing(self, name):
+        drafter, row = LOOKUPS[name](), sequence(list(range(100)) * 2)
+        drafter.learn([])
+        assert propose(drafter, row) == propose(drafter, row) == [[]]
+        drafter.learn([row])
+        assert propose(drafter, row) == [[0, 1, 2]]
+
     def test_freed_is_forgotten(self, name):
         drafter, kept, dropped = LOOKUPS[name](), sequence([1, 2]), sequence([3, 4])
         propose(drafter, kept, dropped)

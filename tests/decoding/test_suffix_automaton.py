@@ -104,6 +104,44 @@ def test_find_is_a_search_of_all_texts(
     assert found == longest_suffix(texts, tail, min_match)
 
 
+@settings(max_examples=300)
+@given(
+    known=st.lists(st.integers(0, 3), min_size=1, max_size=24),
+    parts=st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=4),
+)
+def test_tokens_that_are_followed_are_looked_for_in_what_is_learned(
+    known: list[int], parts: list[list[int]]
+) -> None:
+    """Part by part as if at once; learned, they are as if they never waited."""
+    automaton, at_once = automaton_of([known]), automaton_of([[*known, *sum(parts, [])]])
+    for part in parts:
+        automaton.follow(part)
+    tokens = at_once.tokens
+    assert (automaton.tokens, automaton.num_learned) == (tokens, len(known))
+    if tokens != known:
+        assert automaton.repeat == longest_suffix([known], tokens, 1)
+    automaton.learn()
+    assert vars(automaton) == vars(at_once)
+
+
+def test_what_followed_is_proposed_though_it_is_not_learned() -> None:
+    automaton = automaton_of([[1, 2, 8, 1, 2]])
+    automaton.follow([8, 9, 2, 8])
+    assert automaton.propose(3).tokens == [1, 2, 8]
+    automaton.follow([1, 2, 8, 9])
+    assert (automaton.propose(2).tokens, automaton.propose(2).evidence) == ([], 0)
+    automaton.learn()
+    assert (automaton.propose(2).tokens, automaton.propose(2).evidence) == ([2, 8], 6)
+
+
+def test_a_text_that_ends_is_learned() -> None:
+    automaton = automaton_of([[1, 2, 3]])
+    automaton.follow([4, 5])
+    automaton.start_text()
+    assert automaton.num_learned == automaton.num_tokens == 6
+    assert automaton.find([3, 4]) == Match(2, 4)
+
+
 @settings(max_examples=200)
 @given(texts=texts_of)
 def test_a_repeat_is_looked_for_in_all_texts(texts: list[list[int]]) -> None:

@@ -17,7 +17,7 @@ REPLAYS: Mapping[str, float] = {
     "zero": 0.0,
     "half": 0.5,
     "most": 0.85,
-    "raising": 0.85,  # raises at every third length of an output, and when told to forget
+    "raising": 0.85,  # raises at some lengths of an output, asked or taught, and told to forget
     "too many": 1.0,  # more drafts than it was asked for
     "no tokens": 1.0,  # ids that no model knows behind the first draft
     "with q": 0.5,  # says what it drew from: the draft or the token before it, evenly
@@ -46,6 +46,12 @@ class Replay:
         num_rows = len(sequences) - (self.style == "missing rows")
         rows = zip(sequences[:num_rows], num_drafts[:num_rows], strict=True)
         return [self._propose_one(sequence, k) for sequence, k in rows]
+
+    def learn(self, sequences: Seq[Sequence]) -> None:
+        """Nothing to learn; may raise."""
+        lengths = [sequence.num_tokens - sequence.num_prompt for sequence in sequences]
+        if self.style == "raising" and any(length % 8 == 4 for length in lengths):
+            raise RuntimeError("a drafter that cannot learn")
 
     def on_free(self, sequence: Sequence) -> None:
         """Outputs stay: a preempted sequence drafts again."""

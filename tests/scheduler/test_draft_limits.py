@@ -33,6 +33,7 @@ def request_of(case: Case) -> Request:
     sequence.num_written = len(tokens) - case.num_pending
     params = SamplingParams(max_tokens=case.max_tokens, k=case.k)
     request = Request("a", sequence, params, frozenset(), case.max_context)
+    request.max_total = min(case.num_prompt + case.max_tokens, case.max_context)
     request.drafters = case.drafters
     return request
 

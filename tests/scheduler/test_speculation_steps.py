@@ -32,7 +32,9 @@ class Bed:
         sequence.num_written = 14
         sampling = SamplingParams(**{"max_tokens": 10_000} | params)
         request = Request(name, sequence, sampling, frozenset(), 10**6)
+        request.max_total, request.row = 14 + sampling.max_tokens, 0
         self.speculation.admit(request)
+        self.speculation.teach([request])  # behind its prompt
         return request
 
     def steps(self, num_steps: int, room: int = 100) -> list[dict[Request, int]]:
@@ -43,6 +45,7 @@ class Bed:
         self.speculation.decide(self.requests, 0)
         scheduled = {r: 1 + min(r.num_drafts, room) for r in self.requests}
         proposals = self.speculation.propose(scheduled)
+        self.speculation.teach(scheduled)
         num_fed = num_emitted = 0
         for request, text in zip(self.requests, self.texts, strict=True):
             drafts = proposals.get(request, NOTHING).tokens
@@ -161,6 +164,50 @@ def test_a_drafter_that_shortens_a_context_is_turned_off_and_nothing_is_lost():
     ]
     assert bed.requests[0].stats.drafters == {"suffix": (8, 8)}
     assert "changed token_ids" in bed.requests[0].stats.drafter_errors[0]
+
+
+class Pupil(SuffixDrafter):
+    """Writes down who is taught; fails for texts with a 100."""
+
+    name = "pupil"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taught: list[list[Sequence]] = []
+
+    def learn(self, sequences):
+        self.taught.append(list(sequences))
+        if any(100 in sequence.token_ids for sequence in sequences):
+            raise RuntimeError("too hard")
+        super().learn(sequences)
+
+
+def test_a_drafter_that_fails_to_learn_is_turned_off_for_that_request_only():
+    bed = Bed([copies(), fresh()], [Pupil()], k=4)
+    bed.steps(3)
+    copying, other = bed.requests
+    assert (copying.drafters, other.drafters) == (("pupil",), ())
+    assert copying.stats.drafters == {"pupil": (12, 12)}
+    assert other.stats.drafter_errors == ["learn: RuntimeError: too hard"]
+    assert bed.speculation.num_errors == 1
+
+
+def test_rows_that_ended_meanwhile_are_not_taught():
+    drafter = Pupil()
+    bed = Bed([copies(), copies(), copies()], [drafter])
+    ended, off, runs = bed.requests
+    bed.speculation.forget(ended)
+    ended.row, off.drafters = -1, ()
+    bed.speculation.teach(bed.requests)
+    assert drafter.taught[-1] == [runs.sequence]
+    assert id(ended.sequence) not in drafter._indexes
+
+
+def test_a_request_that_rests_is_not_taught():
+    drafter = Pupil()
+    bed = Bed([fresh(800, first=101)], [drafter], k="auto")
+    bed.steps(60)
+    assert bed.requests[0].stats.skipped["resting"] == 60 - sum(map(bool, drafter.taught[1:]))
 
 
 def test_drafters_may_be_exchanged():
