@@ -14,7 +14,8 @@ from pagedraft.decoding.load import check_text
 
 logger = logging.getLogger(__name__)
 
-PIECE_CHARS = (160, 1000)  # of documents that are cut into prompts: least and most characters
+PIECE_CHARS = (160, 1000)  # of a piece of a document: from where it may end, and at most
+LEAST_CHARS = 40  # what is shorter says too little to be continued
 ROLES = ("system", "user", "assistant")
 
 
@@ -24,7 +25,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     - ``.txt``: paragraphs with blank lines between them, each a chat message.
     - ``.jsonl``: a JSON object a line, with "prompt" (text) or "messages" (a list of "role" and
       "content"; answers after the last user's message are dropped: the target writes its own).
-    - ``.py``, ``.md``: pieces of PIECE_CHARS characters, to be continued.
+    - ``.py``, ``.md``: pieces of some paragraphs, at most 1000 characters, to be continued.
 
     Paragraphs and JSON lines are prompts of their own, so each is a source, "file:line"; a document
     is one source, its path. In a folder, hidden files and files of other kinds, binary ones and
@@ -160,7 +161,9 @@ def _read_pieces(kind: str) -> Callable[[list[str], Path, str], list[Prompt]]:
     """A reader of documents: whole lines, a piece ends at a blank line or where it is full."""
 
     def read(lines: list[str], file: Path, name: str) -> list[Prompt]:
-        return [Prompt(text, kind, name, is_chat=False) for text in _pieces(lines)]
+        pieces = [piece.rstrip() for piece in _pieces(lines)]
+        whole = [piece for piece in pieces if len(piece.strip()) >= LEAST_CHARS]
+        return [Prompt(piece, kind, name, is_chat=False) for piece in whole]
 
     return read
 
@@ -169,14 +172,13 @@ def _pieces(lines: list[str]) -> Iterator[str]:
     least, most = PIECE_CHARS
     piece = ""
     for line in [*lines, ""]:
-        ends = not line.strip() and len(piece) >= least
-        if piece and (ends or len(piece) + 1 + len(line) > most):
-            yield piece.rstrip()
+        is_end = not line.strip() and len(piece) >= least
+        if piece and (is_end or len(piece) + 1 + len(line) > most):
+            yield piece
             piece = ""
-        piece = (f"{piece}\n{line}" if piece else line)[:most]
-        piece = "" if not piece.strip() else piece
-    if len(piece) >= least // 4:
-        yield piece.rstrip()
+        if piece or line.strip():
+            piece = (f"{piece}\n{line}" if piece else line)[:most]
+    yield piece
 
 
 def _suffixes() -> str:

@@ -17,10 +17,12 @@ from functools import cache
 from pathlib import Path
 
 MAX_LINE = 120  # characters; files with longer lines are tables or generated
-# Tests, tables, what was generated for this build, and what is not the library.
+SENTENCE_CHARS = (20, 200)  # of a docstring's first sentence that says enough to ask for the code
+# Tests, tables, what was generated for this build, what many builds lack, and other packages.
 LEFT_OUT = {
     *("test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "pydoc_data", "ensurepip"),
-    *("__pycache__", "lib-dynload", "site-packages", "dist-packages", "turtledemo"),
+    *("__pycache__", "lib-dynload", "site-packages", "dist-packages"),
+    *("distutils", "tkinter", "turtle.py", "turtledemo"),
 }
 GENERATED = ("_sysconfigdata", "config-", "sitecustomize")
 
@@ -152,8 +154,9 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def first_sentence(doc: str) -> str:
-    """The first sentence of a docstring on one line, or "" where it is none: no words, too long."""
+    """The first sentence of a docstring on one line; "" where it is none, or of odd length."""
     paragraph = " ".join(inspect.cleandoc(doc).split("\n\n")[0].split())
-    found = re.match(r"[A-Z][a-z]+ .{15,180}?\.(?=\s|$)", paragraph)
-    is_words = found and not re.search(r">>>|->|XXX|TODO|\be\.g\.|\bi\.e\.", found[0])
-    return found[0] if found and is_words else ""
+    found = re.match(r"[A-Z][a-z]+ .*?\.(?=\s|$)", paragraph)
+    if not found or not SENTENCE_CHARS[0] <= len(found[0]) <= SENTENCE_CHARS[1]:
+        return ""
+    return "" if re.search(r">>>|->|XXX|TODO|\be\.g\.|\bi\.e\.", found[0]) else found[0]

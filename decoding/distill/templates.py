@@ -98,7 +98,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "compare": (
         "What are the main differences between {pair}?",
         "Compare {pair} in a table with {number} rows.",
-        "Which would you choose: {pair}? Explain your choice {length}.",
+        "If you had to choose between {pair}, which would it be? Explain {length}.",
         "How are {pair} alike, and how do they differ?",
         "Help {audience} tell the difference between {pair}.",
         "Discuss {pair}: similarities first, then differences.",
