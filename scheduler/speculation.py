@@ -132,6 +132,8 @@ class Speculation:
                 for request in scheduled  # a callback may have ended or preempted some
                 if name in request.drafters and request.row >= 0 and not self._is_resting(request)
             ]
+            if not requests:
+                continue
             sequences = [request.sequence for request in requests]
             errors = learn_safely(self.drafters[name], sequences, self._contexts)
             for row, error in errors.items():

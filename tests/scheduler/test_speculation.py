@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from pagedraft.decoding.drafters.suffix import SuffixDrafter
+from pagedraft.scheduler.launch import Launched, Launcher
 from pagedraft.scheduler.llm import LLM
 from pagedraft.tests.scheduler.runs import GREEDY, random_prompts, use_drafter
 
@@ -116,6 +118,64 @@ def test_only_the_drafter_that_fails_is_turned_off(target):
     assert stats.drafter_errors == ["RuntimeError: no drafts today"]
     assert list(stats.drafters) == ["other"]
     assert llm.engine.speculation.num_errors == 1
+
+
+def test_lookups_learn_between_launch_and_read(llm, monkeypatch):
+    events = []
+
+    def watch(owner, name: str) -> None:
+        honest = getattr(owner, name)
+
+        def watched(*args, **options):
+            events.append(name)
+            return honest(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Launcher, "launch")
+    watch(Launched, "read")
+    watch(SuffixDrafter, "learn")
+    watch(SuffixDrafter, "propose")
+    use_drafter(llm, SuffixDrafter())
+    stats = llm.generate([PROMPT], replace(GREEDY, max_tokens=4))[0].stats
+    step = ["launch", "learn", "read"]
+    assert events[:7] == [*step, "propose", *step]
+    assert events.count("learn") == stats.num_passes
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_kept_of_what_ended_or_was_preempted_in_a_callback(llm, overlap):
+    llm.engine.overlap = overlap
+    drafter = SuffixDrafter()
+    use_drafter(llm, drafter)
+    known, requests = [], {}
+
+    def end_others(tokens: list[int]) -> None:
+        if requests["aborted"].finish_reason is None:
+            llm.engine.abort(requests["aborted"])
+            llm.engine.preempt(requests["preempted"])
+
+    requests["acts"] = llm.submit(PROMPT, LONG, on_tokens=end_others)
+    requests["aborted"] = llm.submit(PROMPT, LONG)
+    requests["preempted"] = llm.submit(PROMPT, LONG)
+    while llm.engine.has_work:
+        llm.engine.step()
+        known.append({name for name, r in requests.items() if id(r.sequence) in drafter._indexes})
+    assert known[overlap] == {"acts"}
+    assert all("aborted" not in names for names in known[overlap:])
+    assert known[overlap + 1] == {"acts", "preempted"}
+    assert not drafter._indexes
+    assert requests["preempted"].sequence.output_ids == requests["acts"].sequence.output_ids
+
+
+def test_a_drafter_that_cannot_learn_ends_no_request(llm, monkeypatch):
+    [expected] = llm.generate([PROMPT], replace(LONG, speculate=False))
+    monkeypatch.setattr(SuffixDrafter, "learn", lambda self, sequences: 1 // 0)
+    use_drafter(llm, SuffixDrafter())
+    [completion] = llm.generate([PROMPT], LONG)
+    assert completion.token_ids == expected.token_ids
+    assert completion.stats.drafter_errors[0].startswith("learn: ZeroDivisionError")
+    assert completion.stats.num_drafts == 0
 
 
 class Mute(Fixed):
