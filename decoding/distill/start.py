@@ -1,0 +1,90 @@
+"""What a draft begins with: layers of its target, and the tokens that it may propose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pagedraft.decoding.distill.student import Student, first_tensors
+from pagedraft.decoding.distill.taught import Taught
+from pagedraft.model.config import ModelConfig
+from pagedraft.model.draft_format import own_parts
+from pagedraft.model.draft_save import save_draft
+from pagedraft.model.weights import load_weights
+
+
+def choose_vocabulary(texts: Iterable[Taught], size: int, vocab_size: int) -> torch.Tensor | None:
+    """The ``size`` tokens that occur most in the texts, ascending [U]; None for all there are.
+
+    What the target wrote counts, then prompts, then low ids: merges of a BPE vocabulary are in the
+    order in which they were found to be frequent.
+    """
+    if size < 1:
+        raise ValueError(f"vocab: expected at least 1, got {size}")
+    if size >= vocab_size:
+        return None
+    written_V, read_V = torch.zeros(2, vocab_size, dtype=torch.int64)
+    for text in texts:
+        ids = text.token_ids.long()
+        read_V += torch.bincount(ids[: text.num_prompt], minlength=vocab_size)
+        written_V += torch.bincount(ids[text.num_prompt :], minlength=vocab_size)
+    order = torch.arange(vocab_size)
+    for count_V in (read_V, written_V):  # the last key counts most
+        order = order[count_V[order].argsort(stable=True, descending=True)]
+    return order[:size].sort().values
+
+
+def coverage(texts: Iterable[Taught], ids_U: torch.Tensor | None) -> float:
+    """The share of written tokens that are among ``ids_U``."""
+    if ids_U is None:
+        return 1.0
+    inside = total = 0
+    for text in texts:
+        total += text.num_output
+        inside += int(torch.isin(text.output_ids.long(), ids_U).sum())
+    return inside / total if total else 0.0
+
+
+def start_student(
+    folder: Path, layers: Sequence[int], device: torch.device
+) -> tuple[Student, torch.Tensor]:
+    """A student made of the target's ``layers``, and the fp32 rows of the target's head [V, E]."""
+    config = ModelConfig.from_folder(folder)
+    if config.quantization is not None:
+        raise ValueError(f"{folder}: expected plain weights to start from, got quantised ones")
+    if layers[-1] >= config.num_layers:
+        raise ValueError(
+            f"layers: expected at most {config.num_layers}, as many as the target has, got "
+            f"layer {layers[-1]}"
+        )
+    tensors = load_weights(folder, config, dtype=torch.float32, device=device)
+    embed_VE = tensors["embed"]
+    student = Student(
+        replace(config, num_layers=len(layers)), first_tensors(tensors, layers), embed_VE
+    )
+    return student.to(device), tensors.get("head", embed_VE)
+
+
+def save_student(
+    student: Student, out: Path, target_folder: Path, target: str, ids_U: torch.Tensor | None
+) -> None:
+    """Write the draft's folder; layers whose parts the family keeps apart are taken apart again."""
+    save_draft(
+        out,
+        target_folder,
+        _apart(student.config, student.tensors()),
+        num_layers=student.config.num_layers,
+        target=target,
+        vocab_ids=ids_U,
+    )
+
+
+def _apart(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    result: dict[str, torch.Tensor] = {}
+    for name, parts in own_parts(config).items():
+        rows = tensors[name].split([part.shape[0] for part in parts])
+        result |= {part.source: piece for part, piece in zip(parts, rows, strict=True)}
+    return result

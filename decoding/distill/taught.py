@@ -1,0 +1,115 @@
+"""What a draft learns from: texts with what the target thought at every token that it wrote.
+
+A teacher's distribution is not stored, only what the head makes it of: the hidden state, two bytes
+a feature in place of four a token of the vocabulary, and the log-sum-exp of the logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+FORMAT = "pagedraft taught texts 1"
+
+
+@dataclass(frozen=True, eq=False)
+class Taught:
+    """A prompt and its continuation of N tokens, which the target has read.
+
+    token_ids: int32 [num_prompt + N] on the CPU.
+    states_NE: bf16, on the CPU; after the final norm. Row i predicts token num_prompt + i.
+    lse_N: fp32, log-sum-exp of the target's logits there.
+    kind, source: of the prompt. temperature: the continuation was drawn at.
+    """
+
+    token_ids: torch.Tensor
+    num_prompt: int
+    states_NE: torch.Tensor
+    lse_N: torch.Tensor
+    kind: str
+    source: str
+    temperature: float
+
+    def __post_init__(self) -> None:
+        num_output = len(self.token_ids) - self.num_prompt
+        if not (0 < self.num_prompt and 0 < num_output):
+            raise ValueError(
+                f"taught text: expected a prompt and a continuation, got {self.num_prompt} of "
+                f"{len(self.token_ids)} tokens"
+            )
+        if len(self.states_NE) != num_output or self.lse_N.shape != (num_output,):
+            raise ValueError(
+                f"taught text: expected states of {num_output} tokens, got "
+                f"{tuple(self.states_NE.shape)} and {tuple(self.lse_N.shape)}"
+            )
+
+    @property
+    def num_output(self) -> int:
+        """N."""
+        return len(self.lse_N)
+
+    @property
+    def output_ids(self) -> torch.Tensor:
+        """The continuation [N]."""
+        return self.token_ids[self.num_prompt :]
+
+
+def num_output_tokens(texts: Sequence[Taught]) -> int:
+    """Tokens that the target wrote in them."""
+    return sum(text.num_output for text in texts)
+
+
+def save_taught(file: str | Path, texts: Sequence[Taught]) -> None:
+    """Write texts to one safetensors file, whole or not at all."""
+    if not texts:
+        raise ValueError(f"{file}: expected at least one text to save, got none")
+    file = Path(file)
+    rows = [
+        [len(text.token_ids), text.num_prompt, text.kind, text.source, text.temperature]
+        for text in texts
+    ]
+    tensors = {
+        "token_ids": torch.cat([text.token_ids for text in texts]),
+        "states": torch.cat([text.states_NE for text in texts]),
+        "lse": torch.cat([text.lse_N for text in texts]),
+    }
+    part = file.with_name(file.name + ".part")
+    save_file(tensors, part, metadata={"format": FORMAT, "texts": json.dumps(rows)})
+    part.replace(file)
+
+
+def load_taught(file: str | Path) -> list[Taught]:
+    """Read what ``save_taught`` wrote; ValueError names a file that is damaged or something else"""
+    try:
+        with safe_open(str(file), "pt") as opened:
+            metadata = opened.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"{file}: expected taught texts, got another file")
+            names = ("token_ids", "states", "lse")
+            token_ids, states, lse = (opened.get_tensor(name) for name in names)
+        rows = json.loads(metadata["texts"])
+    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from None
+    texts = []
+    first_token = first_state = 0
+    for length, num_prompt, kind, source, temperature in rows:
+        last_token, last_state = first_token + length, first_state + length - num_prompt
+        texts.append(
+            Taught(
+                token_ids[first_token:last_token],
+                num_prompt,
+                states[first_state:last_state],
+                lse[first_state:last_state],
+                kind,
+                source,
+                temperature,
+            )
+        )
+        first_token, first_state = last_token, last_state
+    return texts

@@ -1,0 +1,270 @@
+"""Training a draft on taught texts: AdamW, warm-up, cosine, clipped gradients, and checkpoints.
+
+Everything follows from the seed and the number of steps: which texts make up which batch is
+computed from them, not drawn on the way. So a run that is resumed is the run that was not
+interrupted, to the bit on the same machine and threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from pagedraft.decoding.distill.losses import LOSSES, LossResult, distill_loss
+from pagedraft.decoding.distill.student import Student
+from pagedraft.decoding.distill.taught import Taught
+
+CHECKPOINT_FORMAT = "pagedraft distill checkpoint 1"
+FINAL_RATE = 0.05  # of the learning rate, at the last step
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """loss: a name of LOSSES. batch_tokens: most tokens of a batch, prompts and padding included.
+
+    learning_rate: at its highest, after ``warm_up`` steps; a cosine takes it to FINAL_RATE of that.
+    clip: most norm of the gradient. betas, weight_decay: AdamW's.
+    """
+
+    loss: str = "forward_kl"
+    batch_tokens: int = 2048
+    learning_rate: float = 1e-3
+    warm_up: int = 30
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss: expected one of {list(LOSSES)}, got {self.loss!r}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate: expected above 0, got {self.learning_rate}")
+        for name in ("batch_tokens", "warm_up"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """The learning rate of step ``step``, from 0 on."""
+        done = min(1.0, step / max(1, num_steps))
+        cosine = FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * done)) / 2
+        return self.learning_rate * cosine * min(1.0, (step + 1) / self.warm_up)
+
+
+class Progress(NamedTuple):
+    """What a step showed, as means over its num_tokens written tokens."""
+
+    loss: float
+    alpha: float
+    agree: float
+    num_tokens: int
+
+
+class Batch(NamedTuple):
+    """Texts side by side: tokens_BL int64 [B, L], right-padded with 0, without their last tokens.
+
+    places_N: where, in [B * L], each written token is predicted; states_NE fp32 and lse_N: the
+    teacher's there.
+    """
+
+    tokens_BL: torch.Tensor
+    places_N: torch.Tensor
+    states_NE: torch.Tensor
+    lse_N: torch.Tensor
+
+
+class Trainer:
+    """Trains ``student`` in place.
+
+    head_UE: fp32, rows of the target's head for the tokens that the draft may propose.
+    num_steps: of the whole run, which the learning rate follows. step: how many are done.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        head_UE: torch.Tensor,
+        texts: Sequence[Taught],
+        options: TrainOptions,
+        num_steps: int,
+    ) -> None:
+        if not texts:
+            raise ValueError("texts: expected at least one to train on, got none")
+        if num_steps < 1:
+            raise ValueError(f"num_steps: expected at least 1, got {num_steps}")
+        self.student = student
+        self.options = options
+        self.num_steps = num_steps
+        self.step = 0
+        self._head_UE = head_UE
+        self._texts = list(texts)
+        self._optimizer = torch.optim.AdamW(
+            student.parameters(),
+            lr=options.learning_rate,
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+        )
+        self._epoch = -1
+        self._batches: list[list[int]] = []
+        self._num_batches = 0  # of the epochs before
+
+    def advance(self) -> Progress:
+        """Run one step."""
+        batch = make_batch([self._texts[i] for i in self._next()], self._head_UE.device)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.options.rate(self.step, self.num_steps)
+        result = self._loss(batch)
+        if not bool(result.loss.isfinite()):
+            raise ValueError(f"step {self.step}: the loss is {result.loss.item()}; lower the rate")
+        self._optimizer.zero_grad()
+        result.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.options.clip)
+        self._optimizer.step()
+        self.step += 1
+        return Progress(
+            result.loss.item(),
+            result.alpha_N.mean().item(),
+            result.agree_N.float().mean().item(),
+            len(result.alpha_N),
+        )
+
+    @torch.no_grad()
+    def examine(self, texts: Sequence[Taught]) -> Progress:
+        """The means over other texts, without learning from them."""
+        total, sums = 0, [0.0, 0.0, 0.0]
+        for indices in plan_batches(texts, self.options.batch_tokens, self.options.seed, 0):
+            result = self._loss(make_batch([texts[i] for i in indices], self._head_UE.device))
+            count = len(result.alpha_N)
+            total += count
+            means = (result.loss, result.alpha_N.mean(), result.agree_N.float().mean())
+            sums = [old + count * mean.item() for old, mean in zip(sums, means, strict=True)]
+        loss, alpha, agree = (value / total for value in sums)
+        return Progress(loss, alpha, agree, total)
+
+    def save(self, file: str | Path, facts: Mapping[str, object]) -> None:
+        """Write a checkpoint, whole or not at all. facts: what a resumed run must agree with."""
+        file = Path(file)
+        tensors = {}
+        for name, weight in self.student.weights.items():
+            tensors[f"weight.{name}"] = weight.detach()
+            for key, value in self._optimizer.state.get(weight, {}).items():
+                tensors[f"{key}.{name}"] = value.reshape(-1) if value.ndim == 0 else value
+        metadata = {
+            "format": CHECKPOINT_FORMAT,
+            "step": str(self.step),
+            "facts": json.dumps(self._facts(facts)),
+        }
+        part = file.with_name(file.name + ".part")
+        save_file({name: t.contiguous() for name, t in tensors.items()}, part, metadata=metadata)
+        part.replace(file)
+
+    def load(self, file: str | Path, facts: Mapping[str, object]) -> None:
+        """Go on where a checkpoint was written; ValueError if it is of another run."""
+        try:
+            with safe_open(str(file), "pt") as opened:
+                metadata = opened.metadata() or {}
+                if metadata.get("format") != CHECKPOINT_FORMAT:
+                    raise ValueError(f"{file}: expected a checkpoint, got another file")
+                then, now = (
+                    json.loads(metadata["facts"]),
+                    json.loads(json.dumps(self._facts(facts))),
+                )
+                for name in sorted({*then, *now}):
+                    if then.get(name) != now.get(name):
+                        raise ValueError(
+                            f"{file}: is of a run with {name} {then.get(name)!r}, and this one "
+                            f"has {now.get(name)!r}"
+                        )
+                self._restore({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+            self.step = int(metadata["step"])
+        except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(f"{file}: cannot be read: {error}") from None
+        self._epoch, self._batches, self._num_batches = -1, [], 0
+
+    def _restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        device = self._head_UE.device
+        for name, weight in self.student.weights.items():
+            with torch.no_grad():
+                weight.copy_(tensors[f"weight.{name}"])
+            if f"step.{name}" in tensors:
+                self._optimizer.state[weight] = {
+                    "step": tensors[f"step.{name}"].reshape(()),
+                    "exp_avg": tensors[f"exp_avg.{name}"].to(device),
+                    "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(device),
+                }
+
+    def _facts(self, facts: Mapping[str, object]) -> dict[str, object]:
+        texts = hashlib.sha256()
+        for text in self._texts:
+            texts.update(text.token_ids.numpy().tobytes())
+            texts.update(text.num_prompt.to_bytes(8, "little"))
+        own = {"num_steps": self.num_steps, "texts": texts.hexdigest(), **asdict(self.options)}
+        return {**own, **facts}
+
+    def _next(self) -> list[int]:
+        """Indices of the texts of the step that comes."""
+        while self.step >= self._num_batches + len(self._batches):
+            self._num_batches += len(self._batches)
+            self._epoch += 1
+            self._batches = plan_batches(
+                self._texts, self.options.batch_tokens, self.options.seed, self._epoch
+            )
+        return self._batches[self.step - self._num_batches]
+
+    def _loss(self, batch: Batch) -> LossResult:
+        hidden_BLE = self.student(batch.tokens_BL)
+        return distill_loss(
+            hidden_BLE.flatten(0, 1)[batch.places_N],
+            batch.states_NE,
+            self._head_UE,
+            loss=self.options.loss,
+            teacher_lse_N=batch.lse_N,
+        )
+
+
+def plan_batches(
+    texts: Sequence[Taught], batch_tokens: int, seed: int, epoch: int, pool: int = 128
+) -> list[list[int]]:
+    """Indices of the texts of each batch of an epoch; every text once.
+
+    Texts are shuffled and sorted by length within pools of ``pool``, so that little is padding;
+    then batches are shuffled. A text longer than ``batch_tokens`` is a batch of its own.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(texts), generator=generator).tolist()
+    batches: list[list[int]] = []
+    for start in range(0, len(order), pool):
+        batch: list[int] = []
+        for index in sorted(order[start : start + pool], key=lambda i: len(texts[i].token_ids)):
+            if batch and (len(batch) + 1) * len(texts[index].token_ids) > batch_tokens:
+                batches.append(batch)
+                batch = []
+            batch.append(index)
+        batches.append(batch)
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def make_batch(texts: Sequence[Taught], device: torch.device) -> Batch:
+    """Put texts side by side on ``device``."""
+    length = max(len(text.token_ids) for text in texts) - 1
+    tokens_BL = torch.zeros(len(texts), length, dtype=torch.int64)
+    places = []
+    for row, text in enumerate(texts):
+        tokens_BL[row, : len(text.token_ids) - 1] = text.token_ids[:-1]
+        first = row * length + text.num_prompt - 1
+        places.append(torch.arange(first, first + text.num_output))
+    return Batch(
+        tokens_BL.to(device),
+        torch.cat(places).to(device),
+        torch.cat([text.states_NE for text in texts]).to(device, torch.float32),
+        torch.cat([text.lse_N for text in texts]).to(device),
+    )

@@ -1,0 +1,100 @@
+"""The student computes what the engine computes, and is saved as what the engine loads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedraft.decoding.distill.start import (
+    choose_vocabulary,
+    coverage,
+    save_student,
+    start_student,
+)
+from pagedraft.decoding.distill.student import spread_layers
+from pagedraft.model.draft_folder import load_draft
+from pagedraft.model.kv_cache import KVCache
+from pagedraft.model.transformer import Transformer
+from pagedraft.tests.decoding.distill.lessons import random_texts
+from pagedraft.tests.model.steps import Span, step
+from pagedraft.tests.model.tiny import save_tiny
+
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
+NAMES = ("llama", "llama-tied", "llama-bias", "qwen2", "qwen3-tied")
+CPU = torch.device("cpu")
+TOKENS = [5, 9, 33, 7, 60, 61, 5, 9, 33]
+
+
+def logits(model: Transformer) -> torch.Tensor:
+    cache = KVCache(model.config, 3, 8, model.activation_dtype, model.device)
+    span = Span(TOKENS, 0, [2, 1], len(TOKENS))
+    return model.forward(step(model, [span], 8, row_multiple=model.row_multiple), cache)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_all_layers_is_the_target(tmp_path, name):
+    save_tiny(tmp_path / "target", name)
+    target = Transformer.from_folder(tmp_path / "target")
+    layers = list(range(target.config.num_layers))
+    student, head_VE = start_student(tmp_path / "target", layers, CPU)
+    hidden_BLE = student(torch.tensor([TOKENS]))
+    torch.testing.assert_close(hidden_BLE[0] @ head_VE.T, logits(target), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_at_the_end_changes_nothing_before(tmp_path, name):
+    save_tiny(tmp_path / "target", name)
+    student, _ = start_student(tmp_path / "target", [0], CPU)
+    alone = student(torch.tensor([TOKENS[:4]]))
+    padded = student(torch.tensor([TOKENS[:4] + [0] * 3, TOKENS[:7]]))
+    torch.testing.assert_close(padded[:1, :4], alone)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_is_what_the_engine_loads(tmp_path, name):
+    save_tiny(tmp_path / "target", name)
+    student, head_VE = start_student(tmp_path / "target", [1], CPU)
+    with torch.no_grad():
+        for weight in student.parameters():
+            weight.add_(0.02 * torch.randn(weight.shape)).copy_(weight.bfloat16().float())
+    ids_U = torch.tensor([0, 5, 9, 33, 60, 61])
+    save_student(student, tmp_path / "draft", tmp_path / "target", "a target", ids_U)
+    draft = load_draft(tmp_path / "draft", Transformer.from_folder(tmp_path / "target"))
+    expected_QU = student(torch.tensor([TOKENS]))[0] @ head_VE[ids_U].T
+    found_QV = logits(draft)
+    torch.testing.assert_close(found_QV[:, ids_U], expected_QU, atol=2e-4, rtol=2e-4)
+    assert found_QV.isfinite().sum() == len(ids_U) * len(TOKENS)
+
+
+def test_layers_are_spread_from_first_to_last():
+    assert spread_layers(1, 30) == [0]
+    assert spread_layers(2, 30) == [0, 29]
+    assert spread_layers(4, 30) == [0, 10, 19, 29]
+    assert spread_layers(3, 3) == [0, 1, 2]
+    for wrong in (0, 4):
+        with pytest.raises(ValueError, match="layers: expected 1 to 3"):
+            spread_layers(wrong, 3)
+
+
+def test_a_target_without_so_many_layers_is_refused(tmp_path):
+    save_tiny(tmp_path / "target", "llama")
+    with pytest.raises(ValueError, match="layers: expected at most"):
+        start_student(tmp_path / "target", [0, 50], CPU)
+
+
+class TestVocabulary:
+    def test_what_was_written_counts_then_what_was_read_then_low_ids(self):
+        [text] = random_texts(1, num_prompt=2, num_output=6)
+        text.token_ids[:] = torch.tensor([90, 90, 7, 7, 7, 50, 50, 30])
+        assert choose_vocabulary([text], 1, 97).tolist() == [7]
+        assert choose_vocabulary([text], 3, 97).tolist() == [7, 30, 50]
+        assert choose_vocabulary([text], 6, 97).tolist() == [0, 1, 7, 30, 50, 90]
+        assert choose_vocabulary([text], 97, 97) is None
+
+    def test_coverage_is_the_share_of_written_tokens(self):
+        [text] = random_texts(1, num_prompt=2, num_output=4)
+        text.token_ids[:] = torch.tensor([1, 1, 7, 7, 8, 9])
+        assert coverage([text], torch.tensor([1, 7])) == 0.5
+        assert coverage([text], None) == 1.0
+        assert coverage([], torch.tensor([1])) == 0.0

@@ -1,0 +1,204 @@
+"""Training: it learns, a resumed run is the uninterrupted one, and bad input is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pagedraft.decoding.distill.start import start_student
+from pagedraft.decoding.distill.taught import Taught, load_taught, num_output_tokens, save_taught
+from pagedraft.decoding.distill.train import (
+    FINAL_RATE,
+    Trainer,
+    TrainOptions,
+    make_batch,
+    plan_batches,
+)
+from pagedraft.tests.decoding.distill.lessons import random_texts
+from pagedraft.tests.model.tiny import save_tiny
+
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
+CPU = torch.device("cpu")
+OPTIONS = TrainOptions(batch_tokens=40, learning_rate=3e-3, warm_up=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("target")
+    save_tiny(path, "qwen2")
+    return path
+
+
+def texts_of(folder, num_texts: int = 6) -> list[Taught]:
+    """Texts whose states are those of a student with all layers: the target's."""
+    student, head_VE = start_student(folder, [0, 1], CPU)
+    texts = random_texts(num_texts, embed_dim=student.config.embed_dim)
+    taught = []
+    for text in texts:
+        with torch.no_grad():
+            states = student(text.token_ids[None, :-1].long())[0, text.num_prompt - 1 :]
+        taught.append(
+            Taught(
+                text.token_ids,
+                text.num_prompt,
+                states.bfloat16(),
+                (states.bfloat16().float() @ head_VE.T).logsumexp(-1),
+                text.kind,
+                text.source,
+                0.0,
+            )
+        )
+    return taught
+
+
+def trainer_of(folder, texts, num_steps: int = 8, options: TrainOptions = OPTIONS) -> Trainer:
+    student, head_VE = start_student(folder, [0], CPU)
+    return Trainer(student, head_VE, texts, options, num_steps)
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.student.tensors().items()}
+
+
+def test_it_learns(folder):
+    texts = texts_of(folder)
+    trainer = trainer_of(folder, texts, 40)
+    before = trainer.examine(texts)
+    while trainer.step < 40:
+        trainer.advance()
+    after = trainer.examine(texts)
+    assert after.loss < 0.5 * before.loss
+    assert after.alpha > before.alpha
+    assert before.num_tokens == num_output_tokens(texts)
+
+
+def test_a_student_that_is_the_target_has_nothing_to_learn(folder):
+    texts = texts_of(folder)
+    student, head_VE = start_student(folder, [0, 1], CPU)
+    found = Trainer(student, head_VE, texts, OPTIONS, 1).examine(texts)
+    assert found.loss == pytest.approx(0.0, abs=1e-3)
+    assert found.alpha == pytest.approx(1.0, abs=2e-2)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 7])
+def test_resumed_weights_are_those_of_the_uninterrupted_run(folder, tmp_path, stop):
+    texts = texts_of(folder)
+    whole = trainer_of(folder, texts)
+    while whole.step < 8:
+        whole.advance()
+    first = trainer_of(folder, texts)
+    while first.step < stop:
+        first.advance()
+    first.save(tmp_path / "checkpoint.safetensors", {"target": "x"})
+    second = trainer_of(folder, texts)
+    second.load(tmp_path / "checkpoint.safetensors", {"target": "x"})
+    assert second.step == stop
+    while second.step < 8:
+        second.advance()
+    for name, tensor in weights_of(whole).items():
+        assert torch.equal(tensor, weights_of(second)[name]), name
+
+
+def test_a_checkpoint_of_another_run_is_refused(folder, tmp_path):
+    texts, file = texts_of(folder), tmp_path / "checkpoint.safetensors"
+    trainer_of(folder, texts).save(file, {"target": "x"})
+    with pytest.raises(ValueError, match="target 'x', and this one has 'y'"):
+        trainer_of(folder, texts).load(file, {"target": "y"})
+    with pytest.raises(ValueError, match="num_steps 8"):
+        trainer_of(folder, texts, 9).load(file, {"target": "x"})
+    with pytest.raises(ValueError, match="with texts"):
+        trainer_of(folder, texts[1:]).load(file, {"target": "x"})
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="cannot be read"):
+        trainer_of(folder, texts).load(file, {"target": "x"})
+    save_taught(file, texts)
+    with pytest.raises(ValueError, match="expected a checkpoint"):
+        trainer_of(folder, texts).load(file, {"target": "x"})
+
+
+def test_a_loss_that_is_no_number_ends_the_training(folder):
+    texts = texts_of(folder)
+    texts[0].states_NE[0] = math.nan
+    trainer = trainer_of(folder, texts[:1])
+    with pytest.raises(ValueError):
+        trainer.advance()
+
+
+def test_the_rate_warms_up_and_falls(folder):
+    rates = [TrainOptions(learning_rate=1.0, warm_up=4).rate(step, 100) for step in range(101)]
+    assert rates[0] == pytest.approx(0.25, rel=1e-2)
+    assert max(rates) == pytest.approx(1.0, rel=1e-2)
+    assert rates[-1] == pytest.approx(FINAL_RATE)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 13, 60, 10_000])
+def test_every_text_is_in_one_batch_of_an_epoch(batch_tokens):
+    texts = random_texts(37)
+    plans = [plan_batches(texts, batch_tokens, 3, epoch, pool=8) for epoch in (0, 1, 0)]
+    assert plans[0] == plans[2]
+    assert plans[0] != plans[1] or batch_tokens == 10_000
+    for batches in plans:
+        assert sorted(i for batch in batches for i in batch) == list(range(37))
+        for batch in batches:
+            longest = max(len(texts[i].token_ids) for i in batch)
+            assert len(batch) == 1 or len(batch) * longest <= batch_tokens
+
+
+def test_a_batch_points_at_what_predicts_each_written_token():
+    texts = random_texts(3)
+    batch = make_batch(texts, CPU)
+    flat = batch.tokens_BL.flatten()
+    place = 0
+    for text in texts:
+        for i in range(text.num_output):
+            assert flat[batch.places_N[place]] == text.token_ids[text.num_prompt - 1 + i]
+            place += 1
+    assert place == len(batch.places_N) == len(batch.states_NE) == len(batch.lse_N)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "kl"}, "loss: expected one of"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"learning_rate": math.nan}, "learning_rate"),
+        ({"batch_tokens": 0}, "batch_tokens"),
+        ({"warm_up": 0}, "warm_up"),
+    ],
+)
+def test_bad_options_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainOptions(**changes)
+
+
+class TestTaught:
+    def test_saved_and_loaded_are_the_same(self, tmp_path):
+        texts = random_texts(7)
+        save_taught(tmp_path / "texts.safetensors", texts)
+        found = load_taught(tmp_path / "texts.safetensors")
+        assert len(found) == 7
+        for a, b in zip(texts, found, strict=True):
+            assert torch.equal(a.token_ids, b.token_ids)
+            assert torch.equal(a.states_NE, b.states_NE)
+            assert torch.equal(a.lse_N, b.lse_N)
+            assert (a.num_prompt, a.kind, a.source) == (b.num_prompt, b.kind, b.source)
+
+    def test_damaged_and_other_files_are_refused(self, tmp_path):
+        file = tmp_path / "texts.safetensors"
+        with pytest.raises(ValueError, match="at least one text"):
+            save_taught(file, [])
+        save_taught(file, random_texts(2))
+        file.write_bytes(file.read_bytes()[:60])
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_taught(file)
+
+    def test_parts_that_do_not_fit_are_refused(self):
+        [text] = random_texts(1)
+        with pytest.raises(ValueError, match="expected states of 9 tokens"):
+            Taught(text.token_ids, 3, text.states_NE[1:], text.lse_N, "chat", "a", 0.0)
+        with pytest.raises(ValueError, match="expected a prompt and a continuation"):
+            Taught(text.token_ids, 0, text.states_NE, text.lse_N, "chat", "a", 0.0)
