@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,8 +49,13 @@ class Launched:
         request = self.step.sampled[index]
         if request in self.raw:
             return self.raw[request]
-        first = sum(len(proposal.tokens) + 1 for proposal in self.step.proposals[:index])
-        return self.logits_QV[first : first + len(self.step.proposals[index].tokens) + 1]
+        return self.logits_QV[self._starts[index] : self._starts[index + 1]]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where the logits of each sampled row begin, and where those of the last one end."""
+        lengths = (len(proposal.tokens) + 1 for proposal in self.step.proposals)
+        return [0, *accumulate(lengths)]
 
     def read(self) -> list[list[int]]:
         """Wait for the tokens of each sampled row: accepted drafts and one more."""
