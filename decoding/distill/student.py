@@ -1,4 +1,4 @@
-"""The draft while it is trained: the same arithmetic as the engine's, in plain differentiable torch.
+"""The draft while it is trained: the engine's arithmetic in plain differentiable torch.
 
 Axes: B texts of one batch, L their tokens, E width, H query heads, G key/value heads, D head size,
 C = (H + 2 G) D, F width of the MLP. Parameters carry the names of the engine's weights
@@ -85,7 +85,7 @@ class Student(nn.Module):
 
         def maybe(name: str) -> torch.Tensor | None:
             key = _key(f"layers.{index}.{name}")
-            return self.weights[key] if key in self.weights else None
+            return self.weights.get(key, None)
 
         normed_BLE = self._norm(residual_BLE, get("input_norm"))
         qkv_BLC = F.linear(normed_BLE, get("qkv"), maybe("qkv_bias"))

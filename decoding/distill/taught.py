@@ -38,7 +38,7 @@ class Taught:
 
     def __post_init__(self) -> None:
         num_output = len(self.token_ids) - self.num_prompt
-        if not (0 < self.num_prompt and 0 < num_output):
+        if self.num_prompt < 1 or num_output < 1:
             raise ValueError(
                 f"taught text: expected a prompt and a continuation, got {self.num_prompt} of "
                 f"{len(self.token_ids)} tokens"
