@@ -39,7 +39,7 @@ QUICK_CASES = (
     (SMOL_135M, VERIFY_1, "fp32"),
 )
 # Ops whose kernels have no tiles to choose: a step's shape changes nothing but the grid.
-SHAPELESS_OPS = ("rms_norm", "write_kv", "gated_mlp", "sample", "logprobs", "copy_blocks")
+SHAPELESS_OPS = frozenset(OPS) - {"linear", "paged_attention", "verify"}
 SHAPELESS_CASES = (QUICK_CASES[0], QUICK_CASES[-1])
 FULL_CASES = tuple(
     (model, step, dtype)
@@ -265,6 +265,23 @@ def _copy_blocks(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs
     yield "", run
 
 
+def _distill_loss(model: ModelShape, step: StepShape, dtype: torch.dtype) -> Runs:
+    def run(terms: str, write: str) -> None:
+        from pagedraft.kernels import distill_loss as op
+
+        rows = step.num_tokens
+        student_NV, teacher_NV = torch.empty(2, rows, model.vocab_size)  # fp32 in every model
+        state = op.RunningLse.start(rows, student_NV.device)
+        op.update_lse(student_NV, state)
+        sums = op.DistillSums.start(rows, student_NV.device)
+        lse = state.max_N, state.sum_N
+        op.distill_terms(student_NV, teacher_NV, *lse, sums, terms=terms, write=write)
+
+    for terms in ("forward_kl", "reverse_kl", "jsd", "overlap"):
+        yield f"-{terms}", lambda t=terms: run(t, "gradient")
+    yield "-jsd-parts", lambda: run("jsd", "parts")
+
+
 CALLS: dict[str, Callable[[ModelShape, StepShape, torch.dtype], Runs]] = {
     "rms_norm": _rms_norm,
     "linear": _linear,
@@ -274,4 +291,5 @@ CALLS: dict[str, Callable[[ModelShape, StepShape, torch.dtype], Runs]] = {
     "verify": _verify,
     "logprobs": _logprobs,
     "copy_blocks": _copy_blocks,
+    "distill_loss": _distill_loss,
 }

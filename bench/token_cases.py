@@ -1,5 +1,5 @@
 """What ``bench/kernels.py`` measures outside the layers: sampling, verification, log-probabilities,
-block copies."""
+block copies, distillation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import torch
 from pagedraft.bench.layer_cases import KernelCase, Maker, Tensors
 from pagedraft.bench.static_calls import BLOCK_SIZE
 from pagedraft.kernels.copy_blocks import copy_blocks, copy_blocks_cost, copy_blocks_ref
+from pagedraft.kernels.distill_loss import (
+    DistillSums,
+    RunningLse,
+    distill_terms,
+    distill_terms_cost,
+    update_lse,
+    update_lse_cost,
+)
 from pagedraft.kernels.logprobs import logprobs, logprobs_cost
 from pagedraft.kernels.sample import SampleBatch, sample, sample_cost
 from pagedraft.kernels.verify import verify, verify_cost
@@ -211,9 +219,52 @@ def _copy_blocks(make: Maker) -> Iterator[KernelCase]:
     )
 
 
+def _distill_loss(make: Maker) -> Iterator[KernelCase]:
+    """Forward KL of a tile of tokens and its gradient by the student's logits, in fp32."""
+    rows, vocab_size = min(make.step.num_tokens, MAX_LOGIT_ROWS), make.model.vocab_size
+
+    def inputs() -> Tensors:
+        shape = rows, vocab_size
+        names = "student", "teacher"
+        return {name: make.randn(*shape, dtype=torch.float32, scale=3.0) for name in names}
+
+    def prepare(t: Tensors) -> Callable[[], object]:
+        def run() -> tuple[torch.Tensor, ...]:
+            pair = t["student"], t["teacher"]
+            states = [RunningLse.start(rows, make.device) for _ in pair]
+            for logits_NV, state in zip(pair, states, strict=True):
+                update_lse(logits_NV, state)
+            sums = DistillSums.start(rows, make.device)
+            lse = (state.lse() for state in states)
+            distill_terms(*pair, *lse, sums, terms="forward_kl", write="gradient")
+            return pair[0], sums.divergence_N, sums.alpha_N
+
+        return run
+
+    def baseline(t: Tensors) -> Callable[[], object]:
+        def run() -> tuple[torch.Tensor, torch.Tensor]:
+            log_q_NV, log_p_NV = (t[name].log_softmax(-1) for name in ("student", "teacher"))
+            p_NV = log_p_NV.exp()
+            return (p_NV * (log_p_NV - log_q_NV)).sum(-1), log_q_NV.exp() - p_NV
+
+        return run
+
+    cost = update_lse_cost(rows, vocab_size) + update_lse_cost(rows, vocab_size)
+    yield make.case(
+        "distill_loss",
+        "distill_loss",
+        inputs,
+        prepare,
+        cost + distill_terms_cost(rows, vocab_size, "gradient"),
+        "log_softmax twice",
+        baseline,
+    )
+
+
 TOKEN_MAKERS: dict[str, Callable[[Maker], Iterator[KernelCase]]] = {
     "sample": _sample,
     "verify": _verify,
     "logprobs": _logprobs,
     "copy_blocks": _copy_blocks,
+    "distill_loss": _distill_loss,
 }

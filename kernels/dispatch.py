@@ -27,6 +27,7 @@ OPS = (
     "verify",
     "logprobs",
     "copy_blocks",
+    "distill_loss",
 )
 _overrides: dict[str, Implementation] = {}
 
