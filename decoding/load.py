@@ -10,6 +10,8 @@ import torch
 
 from pagedraft.decoding.params import MODEL_DEFAULTS, SamplingParams
 from pagedraft.model.demo import resolve_model
+from pagedraft.model.draft_folder import load_draft
+from pagedraft.model.draft_format import read_entry
 from pagedraft.model.transformer import Transformer
 
 DTYPES = {
@@ -78,6 +80,22 @@ def load_model(
         device=resolve_device(device),
         exact=exact,
     )
+
+
+def load_draft_model(
+    draft: str | Path | Transformer, target: Transformer, *, weights: str = "auto", **options: Any
+) -> Transformer:
+    """A draft model for ``target``: what ``load_model`` takes, ``demo-draft``, or the folder of a
+    draft that shares the target's embedding and head (model/draft_folder.py).
+
+    options: of ``load_model``. A draft that shares has the target's dtype, device and exactness.
+    """
+    if isinstance(draft, Transformer):
+        return draft
+    folder = resolve_model(draft)
+    if read_entry(folder) is None:
+        return load_model(folder, weights=weights, **options)
+    return load_draft(folder, target, weights=weights)
 
 
 def load_tokenizer(model: Transformer) -> Any:

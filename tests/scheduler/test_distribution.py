@@ -33,10 +33,12 @@ from pagedraft.decoding.sequence import Sequence
 from pagedraft.decoding.verify import verify_rows
 from pagedraft.kernels.dispatch import use_implementation
 from pagedraft.model.batch import Span, build_step_batch
+from pagedraft.model.draft_folder import load_draft
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.llm import LLM
 from pagedraft.tests.kernels.sample_inputs import Row, plain_probabilities
+from pagedraft.tests.model.drafts import save_layers
 from pagedraft.tests.model.tiny import save_tiny
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
@@ -221,6 +223,17 @@ def reference_draws(cpu_path) -> Iterator[None]:
 def test_continuations_have_the_targets_distribution(models, name, accept):
     params, row = RULES[name]
     counts_n = counted(models, replace(params, accept=accept), 200_000)
+    assert p_value(counts_n, exact_probabilities(models.target, row)) > FALSE_ALARM
+
+
+@pytest.mark.usefixtures("reference_draws")
+@pytest.mark.parametrize("accept", ["rejection", "block"])
+def test_a_draft_that_proposes_few_tokens(models, tmp_path, accept):
+    """Most of what the target may draw has no chance with the draft."""
+    folder = save_layers(tmp_path / "draft", models.target.folder, 1, ids=[0, 2, 5])
+    few = models._replace(draft=load_draft(folder, models.target))
+    params, row = RULES["rules"]
+    counts_n = counted(few, replace(params, accept=accept), 10_000)
     assert p_value(counts_n, exact_probabilities(models.target, row)) > FALSE_ALARM
 
 
