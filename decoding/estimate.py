@@ -135,41 +135,42 @@ def estimate(
     target's context, or texts without a token to draft.
     """
     name = drafter or ("draft" if draft is not None else "ngram")
-    _check(target, texts, draft, name, max_drafts)
+    check_inputs(target, texts, draft, name, max_drafts)
     max_drafts = min(max_drafts, max(len(text.output_ids) for text in texts) - 1)
     num_tokens = max(len(text.token_ids) for text in texts) + max_drafts
     reader = Reader(target, num_tokens, kv_dtype)
     own = None if draft is None else Reader(draft, num_tokens, kv_dtype)
     setup = Setup(target, reader.cache, draft, None if own is None else own.cache)
     made = DRAFTERS[name](setup)
-    text, num_context = _median_context(texts)
+    text, num_context = median_context(texts)
     if getattr(made, "model", None) is not draft:
         own = None  # another drafter, which the draft model's reading costs nothing
     costs = measure_costs(reader, made, text, num_context, max_drafts, own, repeats=repeats)
     ks = range(1, max_drafts + 1)
     if is_lookup(made):
-        walks = {k: _replay_all(DRAFTERS[name](setup), texts, k, target) for k in ks}
+        walks = {k: replay_texts(DRAFTERS[name](setup), texts, k, target) for k in ks}
         return _finish(name, texts, costs, _rows("match", walks, costs), walks)
     model = getattr(made, "model", None)
     if not isinstance(model, Transformer):
         raise ValueError(f"drafter: {name!r} is neither a lookup nor drafts with a model")
     second = own or Reader(model, num_tokens, kv_dtype)
     agreements = [compare(reader, second, text) for text in texts]
-    walks = {k: _walk_all(agreements, "equal_n", texts, k) for k in ks}
+    walks = {k: walk_texts(agreements, "equal_n", texts, k) for k in ks}
     rows = _rows("match", walks, costs)
     if any(text.temperature > 0 for text in texts):
-        chances = {k: _walk_all(agreements, "accept_n", texts, k) for k in ks}
+        chances = {k: walk_texts(agreements, "accept_n", texts, k) for k in ks}
         rows += _rows("rejection", chances, costs)
     return _finish(name, texts, costs, rows, walks, agreements)
 
 
-def _check(
+def check_inputs(
     target: Transformer,
     texts: Sequence[Text],
     draft: Transformer | None,
     name: str,
     max_drafts: int,
 ) -> None:
+    """Raise ValueError for what ``estimate`` cannot judge."""
     check_int("max_drafts", max_drafts, 1)
     if name not in DRAFTERS:
         raise ValueError(f"drafter: expected one of {sorted(DRAFTERS)}, got {name!r}")
@@ -187,7 +188,7 @@ def _check(
             )
 
 
-def _median_context(texts: Sequence[Text]) -> tuple[Text, int]:
+def median_context(texts: Sequence[Text]) -> tuple[Text, int]:
     """The text whose context half-way through its output is the median, and that context."""
     halves = [len(text.prompt_ids) + max(1, len(text.output_ids) // 2) for text in texts]
     middle = median(halves)
@@ -195,13 +196,17 @@ def _median_context(texts: Sequence[Text]) -> tuple[Text, int]:
     return texts[index], min(halves[index], len(texts[index].token_ids))
 
 
-def _replay_all(drafter: Drafter, texts: Sequence[Text], k: int, target: Transformer) -> list[Walk]:
+def replay_texts(
+    drafter: Drafter, texts: Sequence[Text], k: int, target: Transformer
+) -> list[Walk]:
+    """The walk of a lookup over each text."""
     return [replay(drafter, text, k, target.config.vocab_size) for text in texts]
 
 
-def _walk_all(
+def walk_texts(
     agreements: Sequence[Agreement], field: str, texts: Sequence[Text], k: int
 ) -> list[Walk]:
+    """The walk over each text of a model that is right as ``field`` of the agreements says."""
     walks = []
     for agreement, text in zip(agreements, texts, strict=True):
         accept_n, num_output = getattr(agreement, field), len(text.output_ids)

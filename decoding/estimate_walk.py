@@ -7,12 +7,18 @@ runs, and alpha**k would miss that. The walk visits the starts as decoding does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 
-from pagedraft.decoding.drafters.base import Drafter
-from pagedraft.decoding.drafters.guard import free_safely, propose_safely
+from pagedraft.decoding.drafters.base import Drafter, learns
+from pagedraft.decoding.drafters.guard import (
+    Contexts,
+    free_safely,
+    learn_safely,
+    propose_safely,
+)
 from pagedraft.decoding.estimate_text import Text
 from pagedraft.decoding.sequence import Sequence as TokenSequence
 
@@ -28,6 +34,9 @@ class Walk:
         has yet to read the last of these drafts.
     num_accepted: accepted drafts that became part of the output.
     num_read: tokens of prompts, which a draft model reads before its first draft.
+    offered_n, reached_n, accepted_n: drafts by their place in the pass, index 0 is the first, as
+        far as the output goes: all, those that came to be judged because those before them were
+        accepted, and those that were accepted.
     """
 
     passes_n: list[float]
@@ -35,6 +44,9 @@ class Walk:
     num_full: float = 0.0
     num_accepted: float = 0.0
     num_read: int = 0
+    offered_n: list[float] = field(default_factory=list, compare=False)
+    reached_n: list[float] = field(default_factory=list, compare=False)
+    accepted_n: list[float] = field(default_factory=list, compare=False)
 
     @property
     def num_passes(self) -> float:
@@ -54,7 +66,23 @@ class Walk:
             self.num_full + other.num_full,
             self.num_accepted + other.num_accepted,
             self.num_read + other.num_read,
+            _sum(self.offered_n, other.offered_n),
+            _sum(self.reached_n, other.reached_n),
+            _sum(self.accepted_n, other.accepted_n),
         )
+
+    def count(self, place: int, offered: float, reached: float, accepted: float) -> None:
+        """Add drafts at ``place`` of their passes, all earlier places having been counted once."""
+        if place == len(self.offered_n):
+            for counts in (self.offered_n, self.reached_n, self.accepted_n):
+                counts.append(0.0)
+        self.offered_n[place] += offered
+        self.reached_n[place] += reached
+        self.accepted_n[place] += accepted
+
+
+def _sum(a: list[float], b: list[float]) -> list[float]:
+    return [x + y for x, y in zip_longest(a, b, fillvalue=0.0)]
 
 
 def walk(
@@ -79,6 +107,7 @@ def walk(
         chance = visits[start]  # that a pass begins here and all drafts so far are accepted
         for place in range(start, min(start + drafts, num_output)):
             accepted = chance * accept_n[place]
+            result.count(place - start, visits[start], chance, accepted)
             visits[min(place + 1, num_output)] += chance - accepted
             result.num_accepted += accepted
             chance = accepted
@@ -90,17 +119,20 @@ def walk(
 
 
 def replay(drafter: Drafter, text: Text, k: int, vocab_size: int) -> Walk:
-    """Decode ``text`` with the real drafts of a lookup.
+    """Decode ``text`` with the real drafts of a lookup, which learns during passes, as there.
 
     Exact for greedy decoding and for the match rule, where a draft counts if it is the text's
     token. vocab_size: of the target. Raises RuntimeError if the drafter fails.
     """
     num_output = len(text.output_ids)
     result = Walk([0.0] * (k + 1), max(0, num_output - 1))
-    sequence = text.sequence(1)
+    sequence = text.sequence(0)
+    _learn(drafter, sequence)
+    sequence.append(list(text.output_ids[:1]))
     while (start := len(sequence.output_ids)) < num_output:
         limit = min(k, text.max_tokens - start - 1)
         drafts = _propose(drafter, sequence, limit, vocab_size) if limit > 0 else []
+        _learn(drafter, sequence)
         rest = text.output_ids[start:]
         pairs = zip(drafts, rest, strict=False)
         accepted = next(
@@ -108,6 +140,8 @@ def replay(drafter: Drafter, text: Text, k: int, vocab_size: int) -> Walk:
         )
         result.passes_n[len(drafts)] += 1
         result.num_accepted += accepted
+        for place in range(min(len(drafts), len(rest))):
+            result.count(place, 1.0, float(place <= accepted), float(place < accepted))
         sequence.append(list(rest[: accepted + 1]))
         if drafts and accepted == len(drafts) and len(rest) > accepted + 1:
             result.num_full += 1
@@ -120,3 +154,10 @@ def _propose(drafter: Drafter, sequence: TokenSequence, k: int, vocab_size: int)
     if errors:
         raise RuntimeError(f"{drafter.name}: {errors[0]}")
     return proposal.tokens
+
+
+def _learn(drafter: Drafter, sequence: TokenSequence) -> None:
+    """Let the drafter learn the context of a pass that is under way."""
+    errors = learn_safely(drafter, [sequence], Contexts()) if learns(drafter) else None
+    if errors:
+        raise RuntimeError(f"{drafter.name}: {errors[0]}")

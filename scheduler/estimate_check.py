@@ -75,7 +75,7 @@ def measure(
 
 
 def _generate(llm: LLM, text: Text, speculate: bool) -> Completion:
-    params = dataclasses.replace(_params(text), speculate=speculate)
+    params = dataclasses.replace(request_params(text), speculate=speculate)
     [completion] = llm.generate([list(text.prompt_ids)], params)
     if completion.error is not None:
         raise RuntimeError(f"the engine failed: {completion.error}")
@@ -84,7 +84,7 @@ def _generate(llm: LLM, text: Text, speculate: bool) -> Completion:
     return completion
 
 
-def _params(text: Text) -> SamplingParams:
+def request_params(text: Text) -> SamplingParams:
     """The request that ``text`` is the answer to."""
     rules = text.rules
     return SamplingParams(
