@@ -114,7 +114,7 @@ class DrafterFigures:
 
     @property
     def draft_share(self) -> float:
-        """c: a draft over a step of plain decoding."""
+        """c: one draft over a step of plain decoding."""
         return self.costs.draft_seconds[1] / self.costs.step_seconds[0]
 
     @property
