@@ -77,9 +77,10 @@ def concatenate(weights: Sequence[QuantWeight]) -> QuantWeight:
 
 def select_outputs(weight: QuantWeight, rows_X: torch.Tensor) -> QuantWeight:
     """Return the weight of the outputs ``rows_X`` (int64), with the same codes and factors."""
+    codes = weight.codes
     return replace(
         weight,
-        codes=weight.codes[rows_X],
+        codes=codes.view(torch.uint8)[rows_X].view(codes.dtype),  # not all devices index fp8
         scale_CO=weight.scale_CO[:, rows_X].contiguous(),
         zero_CO=None if weight.zero_CO is None else weight.zero_CO[:, rows_X].contiguous(),
     )

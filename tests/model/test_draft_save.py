@@ -102,6 +102,23 @@ def test_a_write_that_fails_leaves_the_old_draft(target, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
 
 
+def test_a_move_that_fails_brings_the_old_draft_back(target, tmp_path, monkeypatch):
+    folder = save_layers(tmp_path / "draft", target, num_layers=2)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    move = Path.rename
+
+    def fail_for_the_new(path, to):
+        if path.name == "new":
+            raise OSError("no such device")
+        return move(path, to)
+
+    monkeypatch.setattr(Path, "rename", fail_for_the_new)
+    with pytest.raises(OSError, match="no such device"):
+        save_layers(folder, target, num_layers=1)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
 def test_a_model_is_not_replaced(target, tmp_path):
     save_tiny(tmp_path / "model", "llama")
     with pytest.raises(ValueError, match="holds a model of its own and will not be replaced"):
