@@ -33,6 +33,25 @@ def test_walks_by_hand(name):
     assert found == Walk(passes_n, max(0, len(accept_n) - 1), num_full, num_accepted)
 
 
+# As above -> drafts by their place: offered, reached, accepted.
+PLACES = {
+    "a run": ([2, 2, 2, 1], [2, 2, 2, 0], [2, 2, 1, 0]),
+    "never": ([3, 2], [3, 0], [0, 0]),
+    "a stop does not cut k": ([2, 1, 1], [2, 1, 1], [2, 1, 1]),
+    "reach": ([1, 1], [1, 1], [1, 1]),
+    "plain": ([], [], []),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_drafts_are_counted_by_their_place(name):
+    accepted, k, max_tokens, reach, *_ = WALKS[name]
+    found = walk([float(digit) for digit in accepted], k, len(accepted), max_tokens, reach)
+    assert (found.offered_n, found.reached_n, found.accepted_n) == PLACES[name]
+    twice = found + Walk([0.0] * (k + 1)) + found
+    assert twice.reached_n == [2 * count for count in found.reached_n]
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 6])
 @pytest.mark.parametrize("max_tokens", [7, 20])  # the end cuts k; a stop does not
 def test_the_walk_of_chances_is_the_mean_of_walks(k, max_tokens):
@@ -55,6 +74,29 @@ def test_a_lookup_is_replayed():
     text = Text((1, 2, 3, 4, 1), (2, 3, 4, 9, 8, 7), 6)
     found = replay(NgramDrafter(), text, 3, vocab_size=10)
     assert found == Walk([2.0, 0.0, 0.0, 1.0], 5, 0.0, 2.0)
+    assert (found.offered_n, found.reached_n, found.accepted_n) == ([1, 1, 1], [1, 1, 1], [1, 1, 0])
+
+
+def test_a_lookup_learns_when_the_engine_lets_it():
+    """While a pass is under way: what it emits is known one pass later."""
+    contexts = []
+
+    class Noting(NgramDrafter):
+        def learn(self, sequences):
+            contexts.append(list(sequences[0].token_ids))
+            super().learn(sequences)
+
+    replay(Noting(), Text((1, 2), (3, 4, 5), 3), 2, vocab_size=10)
+    assert contexts == [[1, 2], [1, 2, 3], [1, 2, 3, 4]]
+
+
+def test_a_drafter_that_cannot_learn_is_named():
+    class Failing(NgramDrafter):
+        def learn(self, sequences):
+            raise KeyError("no")
+
+    with pytest.raises(RuntimeError, match="ngram: learn: KeyError"):
+        replay(Failing(), Text((1,), (2, 3, 4), 3), 2, vocab_size=10)
 
 
 def test_a_drafter_that_fails_is_named():
