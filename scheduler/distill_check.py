@@ -153,8 +153,10 @@ def _group(trios: Sequence[_Trio], ks: Sequence[int]) -> MeasuredGroup:
         sum(trio.before.num_tokens for trio in some) / sum(trio.plain_seconds for trio in some)
         for some in by_round.values()
     ]
+    lengths = {trio.index: trio.before.num_tokens for trio in trios}
     return MeasuredGroup(
-        num_texts=len({trio.index for trio in trios}),
+        num_texts=len(lengths),
+        num_tokens=sum(lengths.values()),
         plain_tokens_per_second=median(plain),
         noise=differences[-(-4 * len(differences) // 5) - 1],
         rows=tuple(_row(k, [some for (of, _), some in by_round.items() if of == k]) for k in ks),

@@ -176,11 +176,13 @@ class MeasuredRow:
 class MeasuredGroup:
     """Measured on some texts, of which ``num_texts`` have more than their first token.
 
+    num_tokens: of these texts, without each one's first.
     noise: by how much plain decoding of these texts differed from itself, before a run with drafts
         and after it: four fifths of the differences are at most so large.
     """
 
     num_texts: int
+    num_tokens: int
     plain_tokens_per_second: float
     noise: float
     rows: tuple[MeasuredRow, ...]

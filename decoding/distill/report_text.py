@@ -33,7 +33,7 @@ def markdown(report: Document, figure: str | None) -> str:
         "## The arithmetic",
         *_arithmetic(report),
         "## Measured in the engine",
-        *_measured(report["measured"], kinds),
+        *_measured(report["measured"], judged, kinds),
         "## The run",
         _table(["fact", "value"], [[name, _fact(value)] for name, value in _flat(facts)]),
         "" if figure else "The figure was not drawn: matplotlib is not installed.",
@@ -164,7 +164,7 @@ def _arithmetic(report: Document) -> Iterator[str]:
     )
 
 
-def _measured(measured: Document | None, kinds: Sequence[str]) -> Iterator[str]:
+def _measured(measured: Document | None, judged: Document, kinds: Sequence[str]) -> Iterator[str]:
     if measured is None:
         yield f"Speed in the engine: {NOT_MEASURED}."
         return
@@ -194,11 +194,17 @@ def _measured(measured: Document | None, kinds: Sequence[str]) -> Iterator[str]:
     yield _table([*headers, "speed-up", "of rounds", "same output"], rows)
     total = measured["total"]
     yield (
-        f"One prompt after another, {measured['rounds']} rounds, medians over rounds, each run "
+        f"One prompt after another, rounds: {measured['rounds']}, medians over rounds, each run "
         "with drafts between two plain ones; seconds count from the first token on. Plain decoding "
         f"of all texts differed from itself by {total['noise']:.1%} (four fifths of the "
         "comparisons at most): a gain has to be more."
     )
+    expected = judged["drafters"][judged["subject"]]["total"]["num_tokens"]
+    if total["num_tokens"] != expected:
+        yield (
+            f"Measured on {total['num_texts']} texts of {total['num_tokens']} tokens in all, "
+            f"expected of texts of {expected}: the two differ by that, too."
+        )
     if measured["num_rewritten"]:
         yield (
             f"Plain decoding wrote {measured['num_rewritten']} of the texts otherwise than they "

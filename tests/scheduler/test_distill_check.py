@@ -55,7 +55,7 @@ def test_passes_are_those_that_were_expected(target, near, held_out, monkeypatch
     chat = found.kinds["chat"].rows[1]
     assert chat.tokens_per_pass == expected.kinds["chat"].rows[2].tokens_per_pass
     assert chat.accepted_per_pass <= chat.tokens_per_pass
-    assert (found.num_rewritten, found.total.num_texts) == (0, 2)
+    assert (found.num_rewritten, found.total.num_texts, found.total.num_tokens) == (0, 2, 33)
     assert [row.num_same for row in found.total.rows] == [2, 2, 2]
     assert list(found.kinds) == ["chat", "code"]
     json.dumps(found.to_json(), allow_nan=False)

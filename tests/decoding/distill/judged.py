@@ -68,5 +68,5 @@ def measured(
     row = MeasuredRow(
         k, 29.87, 1.861, 0.861, speedup, (speedup - 0.011, speedup, speedup + 0.012), num_same
     )
-    group = MeasuredGroup(3, 23.45, noise, (row,))
+    group = MeasuredGroup(3, 70, 23.45, noise, (row,))
     return Measured(3, 0, group, {"chat": group})

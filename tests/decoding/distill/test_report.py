@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pagedraft.decoding.distill import report_figure
-from pagedraft.decoding.distill.figures import Judgement
 from pagedraft.decoding.distill.report import document, render, verdict, write_report
 from pagedraft.decoding.distill.report_figure import figure_of
 from pagedraft.decoding.distill.report_text import markdown
@@ -143,10 +143,8 @@ def test_what_was_not_measured_is_said():
 def test_a_kind_without_a_token():
     found = judgement()
     kinds = {name: {**one.kinds, "code": EMPTY} for name, one in found.drafters.items()}
-    drafters = {
-        name: type(one)(one.costs, one.total, kinds[name]) for name, one in found.drafters.items()
-    }
-    text = markdown(document({}, Judgement("cpu", 2, "after", drafters), measured()), None)
+    drafters = {name: replace(one, kinds=kinds[name]) for name, one in found.drafters.items()}
+    text = markdown(document({}, replace(found, drafters=drafters), measured()), None)
     assert "No text of this kind has a token to draft: not measured." in text
     row = row_of(section(text, "Agreement with the target"), "code")
     assert row == "| code | 1 | 0 |" + " not measured |" * 7
@@ -161,10 +159,13 @@ def test_one_kind_is_not_told_twice():
 
 def test_texts_that_became_others_are_said():
     found = measured()
-    changed = type(found)(found.rounds, 2, found.total, found.kinds)
+    changed = replace(found, num_rewritten=2, total=replace(found.total, num_tokens=31))
     text = markdown(document({}, judgement(), changed), None)
     assert "wrote 2 of the texts otherwise" in text
-    assert "otherwise" not in markdown(document({}, judgement(), found), None)
+    assert "Measured on 3 texts of 31 tokens in all, expected of texts of 70" in text
+    text = markdown(document({}, judgement(), found), None)
+    assert "otherwise" not in text
+    assert "expected of texts of" not in text
 
 
 def test_the_facts_are_a_table():
