@@ -11,7 +11,7 @@ from pagedraft.decoding.logit_rules import NEUTRAL, LogitRules
 from pagedraft.decoding.sequence import Sequence
 from pagedraft.model.batch import Span, build_step_batch
 from pagedraft.model.kv_cache import KVCache
-from pagedraft.model.transformer import Transformer
+from pagedraft.model.transformer import Observe, Transformer
 
 BLOCK_SIZE = 64
 CHUNK_TOKENS = 512  # fed at once where no logits are needed
@@ -78,15 +78,24 @@ class Reader:
         for start in range(0, len(token_ids), CHUNK_TOKENS):
             self._forward(token_ids[start : start + CHUNK_TOKENS], start, 0)
 
-    def read(self, token_ids: Seq[int], start: int) -> torch.Tensor:
-        """Feed tokens at positions from ``start`` on; fp32 logits [tokens, V] after each."""
-        return self._forward(token_ids, start, len(token_ids))
+    def read(
+        self, token_ids: Seq[int], start: int, observe: Observe | None = None
+    ) -> torch.Tensor:
+        """Feed tokens at positions from ``start`` on; fp32 logits [tokens, V] after each.
 
-    def _forward(self, token_ids: Seq[int], start: int, num_logits: int) -> torch.Tensor:
+        observe: see ``Transformer.forward``.
+        """
+        return self._forward(token_ids, start, len(token_ids), observe)
+
+    def _forward(
+        self, token_ids: Seq[int], start: int, num_logits: int, observe: Observe | None = None
+    ) -> torch.Tensor:
         batch = build_step_batch(
             [Span(token_ids, start, self.block_ids, num_logits)],
             block_size=BLOCK_SIZE,
             device=self.model.device,
             row_multiple=self.model.row_multiple,
         )
-        return self.model.forward(batch, self.cache)
+        if observe is None:
+            return self.model.forward(batch, self.cache)
+        return self.model.forward(batch, self.cache, observe)

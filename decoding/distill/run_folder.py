@@ -44,7 +44,7 @@ class RunFolder:
 
     def _check(self, file: Path) -> None:
         then = read_json(file)
-        for name in sorted({*then, *self._settings}):
+        for name in dict.fromkeys([*self._settings, *then]):
             if then.get(name) != self._settings.get(name):
                 raise ValueError(
                     f"{self.path}: holds a run with {name} {then.get(name)!r}, and this one has "

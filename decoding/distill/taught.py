@@ -23,7 +23,8 @@ class Taught:
     """A prompt and its continuation of N tokens, which the target has read.
 
     token_ids: int32 [num_prompt + N] on the CPU.
-    states_NE: bf16, on the CPU; after the final norm. Row i predicts token num_prompt + i.
+    states_NE: fp16, on the CPU; after the final norm. Row i predicts token num_prompt + i. In bf16
+        they would move probabilities by some percent.
     lse_N: fp32, log-sum-exp of the target's logits there.
     kind, source: of the prompt. temperature: the continuation was drawn at.
     """

@@ -69,6 +69,15 @@ class Progress(NamedTuple):
     num_tokens: int
 
 
+def read_step(file: str | Path) -> int:
+    """How many steps the training of a checkpoint has done."""
+    try:
+        with safe_open(str(file), "pt") as opened:
+            return int((opened.metadata() or {})["step"])
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from None
+
+
 class Batch(NamedTuple):
     """Texts side by side: tokens_BL int64 [B, L], right-padded with 0, without their last tokens.
 
@@ -106,16 +115,20 @@ class Trainer:
         self.num_steps = num_steps
         self.step = 0
         self._head_UE = head_UE
-        self._texts = list(texts)
         self._optimizer = torch.optim.AdamW(
             student.parameters(),
             lr=options.learning_rate,
             betas=options.betas,
             weight_decay=options.weight_decay,
         )
+        self.use(texts, 0)
+
+    def use(self, texts: Sequence[Taught], first: int) -> None:
+        """Learn from these texts, whose first step is ``first``; at most ``step``."""
+        self._texts, self._first = list(texts), first
         self._epoch = -1
         self._batches: list[list[int]] = []
-        self._num_batches = 0  # of the epochs before
+        self._num_before = first  # steps before this epoch
 
     def advance(self) -> Progress:
         """Run one step."""
@@ -168,7 +181,10 @@ class Trainer:
         part.replace(file)
 
     def load(self, file: str | Path, facts: Mapping[str, object]) -> None:
-        """Go on where a checkpoint was written; ValueError if it is of another run."""
+        """Go on where a checkpoint was written; ValueError if it is of another run.
+
+        ``use`` must have been called with the texts of its part of the run.
+        """
         try:
             with safe_open(str(file), "pt") as opened:
                 metadata = opened.metadata() or {}
@@ -188,7 +204,7 @@ class Trainer:
             self.step = int(metadata["step"])
         except (SafetensorError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"{file}: cannot be read: {error}") from None
-        self._epoch, self._batches, self._num_batches = -1, [], 0
+        self.use(self._texts, self._first)
 
     def _restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         device = self._head_UE.device
@@ -207,18 +223,18 @@ class Trainer:
         for text in self._texts:
             texts.update(text.token_ids.numpy().tobytes())
             texts.update(text.num_prompt.to_bytes(8, "little"))
-        own = {"num_steps": self.num_steps, "texts": texts.hexdigest(), **asdict(self.options)}
+        own = {"num_steps": self.num_steps, "texts": texts.hexdigest(), "first": self._first}
+        own |= asdict(self.options)
         return {**own, **facts}
 
     def _next(self) -> list[int]:
         """Indices of the texts of the step that comes."""
-        while self.step >= self._num_batches + len(self._batches):
-            self._num_batches += len(self._batches)
+        while self.step >= self._num_before + len(self._batches):
+            self._num_before += len(self._batches)
             self._epoch += 1
-            self._batches = plan_batches(
-                self._texts, self.options.batch_tokens, self.options.seed, self._epoch
-            )
-        return self._batches[self.step - self._num_batches]
+            seed = self.options.seed + self._first
+            self._batches = plan_batches(self._texts, self.options.batch_tokens, seed, self._epoch)
+        return self._batches[self.step - self._num_before]
 
     def _loss(self, batch: Batch) -> LossResult:
         hidden_BLE = self.student(batch.tokens_BL)

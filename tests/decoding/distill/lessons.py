@@ -27,7 +27,7 @@ def random_texts(
                     vocab_size, (num_prompt + length,), generator=generator, dtype=torch.int32
                 ),
                 num_prompt,
-                torch.randn(length, embed_dim, generator=generator).bfloat16(),
+                torch.randn(length, embed_dim, generator=generator).half(),
                 torch.full((length,), 6.0),
                 "chat" if index % 2 else "code",
                 f"source {index}",

@@ -15,6 +15,7 @@ from pagedraft.decoding.distill.train import (
     TrainOptions,
     make_batch,
     plan_batches,
+    read_step,
 )
 from pagedraft.tests.decoding.distill.lessons import random_texts
 from pagedraft.tests.model.tiny import save_tiny
@@ -44,8 +45,8 @@ def texts_of(folder, num_texts: int = 6) -> list[Taught]:
             Taught(
                 text.token_ids,
                 text.num_prompt,
-                states.bfloat16(),
-                (states.bfloat16().float() @ head_VE.T).logsumexp(-1),
+                states.half(),
+                (states.half().float() @ head_VE.T).logsumexp(-1),
                 text.kind,
                 text.source,
                 0.0,
@@ -98,6 +99,29 @@ def test_resumed_weights_are_those_of_the_uninterrupted_run(folder, tmp_path, st
     assert second.step == stop
     while second.step < 8:
         second.advance()
+    for name, tensor in weights_of(whole).items():
+        assert torch.equal(tensor, weights_of(second)[name]), name
+
+
+def test_texts_that_come_later_resume_too(folder, tmp_path):
+    texts, file = texts_of(folder), tmp_path / "checkpoint.safetensors"
+
+    def part(trainer: Trainer, stop: int) -> Trainer:
+        while trainer.step < stop:
+            trainer.advance()
+        return trainer
+
+    whole = part(trainer_of(folder, texts[:4]), 3)
+    whole.use(texts, 3)
+    part(whole, 8)
+    first = part(trainer_of(folder, texts[:4]), 3)
+    first.use(texts, 3)
+    part(first, 5).save(file, {})
+    assert read_step(file) == 5
+    second = trainer_of(folder, texts[:4])
+    second.use(texts, 3)
+    second.load(file, {})
+    part(second, 8)
     for name, tensor in weights_of(whole).items():
         assert torch.equal(tensor, weights_of(second)[name]), name
 

@@ -1,0 +1,269 @@
+"""``pagedraft distill`` on a tiny target: whole runs, interrupted ones, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pagedraft.decoding.distill.train import TrainOptions
+from pagedraft.decoding.params import SamplingParams
+from pagedraft.model.config import ModelConfig
+from pagedraft.model.draft_folder import load_draft
+from pagedraft.model.transformer import Transformer
+from pagedraft.scheduler import distill_run, distill_texts
+from pagedraft.scheduler.cli import main
+from pagedraft.scheduler.distill_run import DistillOptions, DistillRun, Watch
+from pagedraft.scheduler.llm import LLM
+from pagedraft.tests.model.tiny import save_tiny
+from pagedraft.tests.model.words import save_words
+
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
+WORDS = ("the", "cab", "sat", "on", "a", "mat", "and", "said", "that", "it", "was", "good")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    save_tiny(path, "llama-tied", vocab_size=300)
+    save_words(path, "byte-level")
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    lines = [" ".join((*WORDS[i % 7 : i % 7 + 3 + i % 5], str(i))) for i in range(24)]
+    path.write_text("\n\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Short texts and a short report."""
+    monkeypatch.setattr(distill_run, "MAX_PROMPT_TOKENS", 24)
+    monkeypatch.setattr(distill_run, "MAX_TOKENS", 12)
+    monkeypatch.setattr(distill_run, "SHARD", 4)
+    monkeypatch.setattr(distill_run, "NUM_HELD_OUT", 3)
+    monkeypatch.setattr(distill_run, "NUM_OWN_TEXTS", 3)
+    monkeypatch.setattr(distill_run, "NUM_MEASURED", 1)
+    monkeypatch.setattr(distill_texts, "MAX_ROWS", 4)
+
+
+@pytest.fixture
+def options(target, prompts, tmp_path) -> DistillOptions:
+    return DistillOptions(
+        target=str(target),
+        out=tmp_path / "draft",
+        layers=1,
+        vocab=64,
+        prompts=prompts,
+        held_out=0.2,
+        texts=10,
+        steps=6,
+        train=TrainOptions(batch_tokens=64, learning_rate=3e-3, warm_up=2),
+    )
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+class Stop(Watch):
+    """Ctrl-C after so many calls of one of the watch's methods."""
+
+    def __init__(self, method: str, count: int) -> None:
+        self.left = count
+        setattr(self, method, self._call)
+
+    def _call(self, *_: object) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+class TestRun:
+    def test_makes_a_draft_that_the_engine_uses_and_a_report(self, options, target):
+        run = DistillRun(options)
+        outcome = run.run()
+        verdict = run.report(outcome, "pagedraft distill")
+        report = json.loads((options.out / "report.json").read_text())
+        assert report["verdict"] == verdict
+        assert report["facts"]["num_texts"] == 10
+        assert report["facts"]["num_steps_done"] == 6
+        assert report["facts"]["held_out"]["after"]["alpha"] == pytest.approx(
+            outcome.facts["held_out"]["after"]["alpha"]
+        )
+        assert (options.out / "report.md").read_text().count(verdict)
+        plain, drafted = LLM(target), LLM(target, draft=options.out, speculate="draft", k=2)
+        prompt = [5, 9, 33, 7]
+        [expected], [found] = plain.generate(prompt), drafted.generate(prompt)
+        assert found.token_ids == expected.token_ids
+        ids_U = tensors(options.out)["draft.vocab_ids"]
+        assert len(ids_U) == 64
+
+    def test_training_changes_all_of_its_tensors(self, options):
+        outcome = DistillRun(options).run()
+        start, end = tensors(outcome.start), tensors(outcome.out)
+        assert all(
+            not torch.equal(start[name], end[name]) for name in end if name != "draft.vocab_ids"
+        )
+
+    def test_the_same_seed_gives_the_same_draft_and_another_one_another(self, options, tmp_path):
+        drafts = [
+            DistillRun(replace(options, out=tmp_path / name, seed=seed)).run().out
+            for name, seed in (("a", 0), ("b", 0), ("c", 1))
+        ]
+        a, b, c = map(tensors, drafts)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        assert not torch.equal(a["model.norm.weight"], c["model.norm.weight"])
+
+    def test_time_alone_decides_where_no_numbers_are_given(self, options):
+        quick = replace(options, texts=None, steps=None, minutes=0.05)
+        outcome = DistillRun(quick).run()
+        assert outcome.facts["num_steps"] >= 1
+        assert sum(outcome.facts["seconds"].values()) < 60
+
+    def test_the_states_are_what_the_target_thinks(self, options, target):
+        run = DistillRun(options)
+        model = Transformer.from_folder(target, dtype=torch.bfloat16)
+        for text in run.write()[:3]:
+            probed, lse_N = distill_texts._judge(
+                distill_texts.Reader(model, len(text.token_ids)),
+                text.token_ids[: text.num_prompt].tolist(),
+                text.output_ids.tolist(),
+            )
+            torch.testing.assert_close(text.states_NE, probed.half())
+            torch.testing.assert_close(text.lse_N, lse_N)
+
+    def test_greedy_texts_are_what_the_engine_writes(self, options, target):
+        llm = LLM(target)
+        run = DistillRun(options)
+        run.write()
+        for text in run.state.texts("held-out"):
+            prompt = text.token_ids[: text.num_prompt].tolist()
+            [answer] = llm.generate(prompt, SamplingParams(max_tokens=12, temperature=0.0))
+            assert answer.token_ids == text.output_ids.tolist()
+
+
+class TestInterrupted:
+    @pytest.mark.parametrize(
+        ("method", "count"),
+        [("writing", 3), ("writing", 6), ("training", 1), ("training", 4), ("checking", 2)],
+    )
+    @pytest.mark.parametrize("on_policy", [0, 2])
+    def test_goes_on_to_the_weights_of_an_uninterrupted_run(
+        self, options, tmp_path, method, count, on_policy
+    ):
+        options = replace(options, on_policy=on_policy)
+        whole = DistillRun(replace(options, out=tmp_path / "whole")).run().out
+        with pytest.raises(KeyboardInterrupt):
+            DistillRun(options, Stop(method, count)).run()
+        run = DistillRun(options)
+        assert run.state.is_resumed
+        found = tensors(run.run().out)
+        for name, tensor in tensors(whole).items():
+            assert torch.equal(tensor, found[name]), name
+
+    def test_with_other_options_is_refused(self, options):
+        with pytest.raises(KeyboardInterrupt):
+            DistillRun(options, Stop("training", 1)).run()
+        with pytest.raises(ValueError, match=r"holds a run with seed 0, and this one has 1"):
+            DistillRun(replace(options, seed=1))
+
+    def test_with_a_target_that_changed_is_refused(self, options, target, tmp_path):
+        copied = tmp_path / "copy"
+        shutil.copytree(target, copied)
+        options = replace(options, target=str(copied))
+        with pytest.raises(KeyboardInterrupt):
+            DistillRun(options, Stop("training", 1)).run()
+        save_tiny(copied, "llama-tied", vocab_size=300, seed=5)
+        with pytest.raises(ValueError, match="holds a run with target_sha256"):
+            DistillRun(options)
+
+    def test_a_draft_of_a_target_that_changed_is_refused(self, options, target, tmp_path):
+        copied = tmp_path / "copy"
+        shutil.copytree(target, copied)
+        out = DistillRun(replace(options, target=str(copied))).run().out
+        save_tiny(copied, "llama-tied", vocab_size=300, seed=5)
+        with pytest.raises(ValueError, match="loaded target .* differs"):
+            load_draft(out, Transformer.from_folder(copied))
+
+    def test_a_folder_that_is_no_run_is_refused(self, options):
+        partial = options.out.with_name("draft.partial")
+        partial.mkdir()
+        (partial / "thesis.txt").write_text("precious")
+        with pytest.raises(ValueError, match=r"draft\.partial: expected a run's folder"):
+            DistillRun(options)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"kind": "tree"}, "--kind: expected one of"),
+            ({"layers": 0}, "--layers"),
+            ({"layers": (1, 0)}, "--layers: expected ascending"),
+            ({"layers": ()}, "--layers: expected ascending"),
+            ({"vocab": 0}, "--vocab"),
+            ({"minutes": 0.0}, "--minutes"),
+            ({"minutes": float("nan")}, "--minutes"),
+            ({"minutes": float("inf")}, "--minutes"),
+            ({"texts": 0}, "--texts"),
+            ({"steps": -1}, "--steps"),
+            ({"on_policy": -1}, "--on-policy"),
+            ({"seed": -1}, "--seed"),
+        ],
+    )
+    def test_options(self, options, changes, message):
+        with pytest.raises(ValueError, match=message):
+            replace(options, **changes)
+
+    @pytest.mark.parametrize("layers", [3, (0, 2)])
+    def test_more_layers_than_the_target_has(self, options, layers):
+        with pytest.raises(ValueError, match="layers"):
+            DistillRun(replace(options, layers=layers))
+
+    @pytest.mark.parametrize("content", ["", "\n\n  \n"])
+    def test_prompts_without_a_prompt(self, options, tmp_path, content):
+        (tmp_path / "empty.txt").write_text(content)
+        with pytest.raises(ValueError, match=r"empty\.txt"):
+            DistillRun(replace(options, prompts=tmp_path / "empty.txt"))
+
+    def test_prompts_that_are_not_there(self, options, tmp_path):
+        with pytest.raises((ValueError, FileNotFoundError), match="nowhere"):
+            DistillRun(replace(options, prompts=tmp_path / "nowhere"))
+
+    def test_a_folder_that_holds_something_else(self, options, target):
+        with pytest.raises(ValueError, match="will not be replaced"):
+            DistillRun(replace(options, out=target))
+
+    def test_a_target_without_a_tokenizer(self, options, tmp_path):
+        save_tiny(tmp_path / "bare", "llama")
+        with pytest.raises(ValueError, match="no tokenizer"):
+            DistillRun(replace(options, target=str(tmp_path / "bare")))
+
+    def test_the_command_says_it_in_one_line(self, target, tmp_path, capsys):
+        arguments = ["distill", "--target", str(target), "--out", str(tmp_path / "d")]
+        assert main([*arguments, "--layers", "9"]) == 2
+        assert "layers: expected 1 to 2" in capsys.readouterr().err
+        assert main([*arguments, "--loss", "kl"]) == 2
+        assert "loss: expected one of" in capsys.readouterr().err
+
+
+def test_the_command(target, prompts, tmp_path, capsys):
+    out = tmp_path / "draft"
+    arguments = f"distill --target {target} --out {out} --layers 0,1 --vocab 100 --texts 8"
+    arguments += f" --steps 3 --prompts {prompts} --seed 3 --device cpu"
+    assert main(arguments.split()) == 0
+    assert ModelConfig.from_folder(out).num_layers == 2
+    assert not out.with_name("draft.partial").exists()
+    printed = capsys.readouterr().out
+    assert "report.md" in printed
+    assert json.loads((out / "report.json").read_text())["verdict"] in printed
