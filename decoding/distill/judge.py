@@ -29,7 +29,7 @@ from pagedraft.decoding.estimate_costs import REPEATS, Costs, measure_costs
 from pagedraft.decoding.estimate_forced import Agreement, compare
 from pagedraft.decoding.estimate_text import Reader, Text
 from pagedraft.decoding.estimate_walk import Walk
-from pagedraft.model.transformer import Transformer
+from pagedraft.model.transformer import Observe, Transformer
 
 NGRAM = "ngram"
 
@@ -155,9 +155,11 @@ class _NumbersOnly(Reader):
         super().__init__(model, num_tokens, kv_dtype)
         self.name = name
 
-    def read(self, token_ids: Sequence[int], start: int) -> torch.Tensor:
+    def read(
+        self, token_ids: Sequence[int], start: int, observe: Observe | None = None
+    ) -> torch.Tensor:
         """As Reader; ValueError where a logit is NaN."""
-        logits_QV = super().read(token_ids, start)
+        logits_QV = super().read(token_ids, start, observe)
         if bool(logits_QV.isnan().any()):
             raise ValueError(f"{self.name}: expected logits that are numbers, got NaN")
         return logits_QV
