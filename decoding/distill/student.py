@@ -18,7 +18,9 @@ from pagedraft.model.config import ModelConfig
 from pagedraft.model.rope import rope_table
 
 LAYER_WEIGHTS = ("input_norm", "qkv", "o", "post_norm", "gate_up", "down")
+FUSE = "fuse"  # of a feature head, [E, 2 E]: of the state before and the token, what layers read
 OPTIONAL_WEIGHTS = ("qkv_bias", "o_bias", "q_norm", "k_norm")
+FIRST_STATES = 0.35  # how much a feature head sees of states at first, beside tokens
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
@@ -40,8 +42,10 @@ class Student(nn.Module):
 
     cos_PR, sin_PR: rotation of each position, see model/rope.py.
 
-    tensors: fp32, by name: "final_norm" and "layers.{i}.{name}" for ``config.num_layers`` layers;
-        they are copied. embed_VE: the target's, frozen, any dtype.
+    tensors: fp32, by name: "final_norm" and "layers.{i}.{name}" for ``config.num_layers`` layers,
+        and FUSE for a feature head; they are copied. embed_VE: the target's, frozen, any dtype.
+    state_rms: root mean square of a feature head's states. Both halves of what it fuses are brought
+        to 1, so that one learning rate suits both.
     """
 
     embed_VE: torch.Tensor
@@ -53,29 +57,52 @@ class Student(nn.Module):
         config: ModelConfig,
         tensors: Mapping[str, torch.Tensor],
         embed_VE: torch.Tensor,
+        state_rms: float = 1.0,
     ) -> None:
         super().__init__()
         self.config = config
+        self.state_rms = state_rms
+        self.embed_rms = rms(embed_VE)
         self.register_buffer("embed_VE", embed_VE, persistent=False)
         self.weights = nn.ParameterDict(
             {_key(name): nn.Parameter(tensor.float().clone()) for name, tensor in tensors.items()}
         )
+        if FUSE in self.weights:
+            with torch.no_grad():
+                self.weights[FUSE].mul_(self._scale(embed_VE.shape[1]))
         cos_PR, sin_PR = rope_table(config, config.max_positions)
         self.register_buffer("cos_PR", cos_PR, persistent=False)
         self.register_buffer("sin_PR", sin_PR, persistent=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The weights by their names in the engine; they are the parameters, not copies."""
-        return {name.replace("-", "."): weight.detach() for name, weight in self.weights.items()}
+        """The weights by their names in the engine."""
+        named = {name.replace("-", "."): weight.detach() for name, weight in self.weights.items()}
+        if FUSE in named:
+            named[FUSE] = named[FUSE] / self._scale(self.embed_VE.shape[1])
+        return named
 
-    def forward(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens_BL: torch.Tensor, states_BLE: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Hidden states after the final norm, fp32 [B, L, E]; texts shorter than L end in padding,
         whose states are meaningless and which no other token sees.
+
+        states_BLE: for a feature head, fp32: at each token the state of the one before it, zeros at
+            the first.
         """
         residual_BLE = F.embedding(tokens_BL, self.embed_VE).float()
+        if FUSE in self.weights:
+            assert states_BLE is not None
+            both = (states_BLE / self.state_rms, residual_BLE / self.embed_rms)
+            residual_BLE = F.linear(torch.cat(both, dim=-1), self.weights[FUSE])
         for index in range(self.config.num_layers):
             residual_BLE = self._layer(index, residual_BLE)
         return self._norm(residual_BLE, self.weights["final_norm"])
+
+    def _scale(self, embed_dim: int) -> torch.Tensor:
+        """What the columns of FUSE are multiplied by while it is trained: [2 E]."""
+        rates = torch.tensor([self.state_rms, self.embed_rms])
+        return rates.repeat_interleave(embed_dim).to(self.embed_VE.device)
 
     def _layer(self, index: int, residual_BLE: torch.Tensor) -> torch.Tensor:
         config = self.config
@@ -134,6 +161,19 @@ def first_tensors(
                 tensors[f"layers.{place}.{name}"] = weight
     tensors["final_norm"] = target_tensors["final_norm"]
     return tensors
+
+
+def rms(values: torch.Tensor) -> float:
+    """Root mean square."""
+    return float(values.float().square().mean().sqrt())
+
+
+def first_fusion(embed_rms: float, state_rms: float, embed_dim: int, seed: int) -> torch.Tensor:
+    """What a feature head begins with: the token as it is, and a little noise of the state."""
+    generator = torch.Generator().manual_seed(seed)
+    states_EE = torch.randn(embed_dim, embed_dim, generator=generator)
+    scale = FIRST_STATES * embed_rms / (state_rms * embed_dim**0.5)
+    return torch.cat([scale * states_EE, torch.eye(embed_dim)], dim=1)
 
 
 def _key(name: str) -> str:

@@ -27,6 +27,8 @@ class Taught:
         they would move probabilities by some percent.
     lse_N: fp32, log-sum-exp of the target's logits there.
     kind, source: of the prompt. temperature: the continuation was drawn at.
+    before_PE: fp16, states at the prompt's tokens but the last [num_prompt - 1, E]; None where no
+        feature head is to read them.
     """
 
     token_ids: torch.Tensor
@@ -36,6 +38,7 @@ class Taught:
     kind: str
     source: str
     temperature: float
+    before_PE: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         num_output = len(self.token_ids) - self.num_prompt
@@ -48,6 +51,12 @@ class Taught:
             raise ValueError(
                 f"taught text: expected states of {num_output} tokens, got "
                 f"{tuple(self.states_NE.shape)} and {tuple(self.lse_N.shape)}"
+            )
+
+        if self.before_PE is not None and len(self.before_PE) != self.num_prompt - 1:
+            raise ValueError(
+                f"taught text: expected states of {self.num_prompt - 1} tokens of the prompt, got "
+                f"{len(self.before_PE)}"
             )
 
     @property
@@ -80,6 +89,11 @@ def save_taught(file: str | Path, texts: Sequence[Taught]) -> None:
         "states": torch.cat([text.states_NE for text in texts]),
         "lse": torch.cat([text.lse_N for text in texts]),
     }
+    befores = [text.before_PE for text in texts if text.before_PE is not None]
+    if befores:
+        if len(befores) < len(texts):
+            raise ValueError(f"{file}: expected states of prompts for all texts or for none")
+        tensors["before"] = torch.cat(befores)
     part = file.with_name(file.name + ".part")
     save_file(tensors, part, metadata={"format": FORMAT, "texts": json.dumps(rows)})
     part.replace(file)
@@ -94,12 +108,14 @@ def load_taught(file: str | Path) -> list[Taught]:
                 raise ValueError(f"{file}: expected taught texts, got another file")
             names = ("token_ids", "states", "lse")
             token_ids, states, lse = (opened.get_tensor(name) for name in names)
+            before = opened.get_tensor("before") if "before" in opened.keys() else None  # noqa: SIM118
         rows = json.loads(metadata["texts"])
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{file}: cannot be read: {error}") from None
     texts = []
-    first_token = first_state = 0
+    first_token = first_state = first_before = 0
     for length, num_prompt, kind, source, temperature in rows:
+        last_before = first_before + num_prompt - 1
         last_token, last_state = first_token + length, first_state + length - num_prompt
         texts.append(
             Taught(
@@ -110,7 +126,9 @@ def load_taught(file: str | Path) -> list[Taught]:
                 kind,
                 source,
                 temperature,
+                None if before is None else before[first_before:last_before],
             )
         )
+        first_before = last_before
         first_token, first_state = last_token, last_state
     return texts

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -24,6 +25,7 @@ from pagedraft.decoding.distill.student import Student
 from pagedraft.decoding.distill.taught import Taught
 
 CHECKPOINT_FORMAT = "pagedraft distill checkpoint 1"
+DECAY = 0.8
 FINAL_RATE = 0.05  # of the learning rate, at the last step
 
 
@@ -33,6 +35,8 @@ class TrainOptions:
 
     learning_rate: at its highest, after ``warm_up`` steps; a cosine takes it to FINAL_RATE of that.
     clip: most norm of the gradient. betas, weight_decay: AdamW's.
+    unroll: of a feature head: how many drafts in a row it learns to make, reading its own states
+        after the first; each counts DECAY times the one before.
     """
 
     loss: str = "forward_kl"
@@ -43,13 +47,14 @@ class TrainOptions:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     seed: int = 0
+    unroll: int = 1
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise ValueError(f"loss: expected one of {list(LOSSES)}, got {self.loss!r}")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ValueError(f"learning_rate: expected above 0, got {self.learning_rate}")
-        for name in ("batch_tokens", "warm_up"):
+        for name in ("batch_tokens", "warm_up", "unroll"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
@@ -82,13 +87,15 @@ class Batch(NamedTuple):
     """Texts side by side: tokens_BL int64 [B, L], right-padded with 0, without their last tokens.
 
     places_N: where, in [B * L], each written token is predicted; states_NE fp32 and lse_N: the
-    teacher's there.
+    teacher's there. before_BLE: fp32, the teacher's states of the tokens before, zeros at the
+    first; None without a feature head.
     """
 
     tokens_BL: torch.Tensor
     places_N: torch.Tensor
     states_NE: torch.Tensor
     lse_N: torch.Tensor
+    before_BLE: torch.Tensor | None = None
 
 
 class Trainer:
@@ -237,14 +244,31 @@ class Trainer:
         return self._batches[self.step - self._num_before]
 
     def _loss(self, batch: Batch) -> LossResult:
-        hidden_BLE = self.student(batch.tokens_BL)
-        return distill_loss(
-            hidden_BLE.flatten(0, 1)[batch.places_N],
-            batch.states_NE,
-            self._head_UE,
-            loss=self.options.loss,
-            teacher_lse_N=batch.lse_N,
-        )
+        """Of the first draft, with ``unroll`` of later ones, too; all but the loss is its own."""
+        first, before_BLE, share = None, batch.before_BLE, 1.0
+        total = torch.zeros((), device=self._head_UE.device)
+        for _ in range(self.options.unroll):
+            hidden_BLE = self.student(batch.tokens_BL, before_BLE)
+            result = distill_loss(
+                hidden_BLE.flatten(0, 1)[batch.places_N],
+                batch.states_NE,
+                self._head_UE,
+                loss=self.options.loss,
+                teacher_lse_N=batch.lse_N,
+            )
+            total = total + share * result.loss
+            share *= DECAY
+            first = first or result
+            if before_BLE is None:
+                break
+            before_BLE = shift(hidden_BLE)
+        assert first is not None
+        return first._replace(loss=total)
+
+
+def shift(states_BLE: torch.Tensor) -> torch.Tensor:
+    """At each token the state of the one before it, zeros at the first."""
+    return F.pad(states_BLE, (0, 0, 1, 0))[:, :-1]
 
 
 def plan_batches(
@@ -278,9 +302,18 @@ def make_batch(texts: Sequence[Taught], device: torch.device) -> Batch:
         tokens_BL[row, : len(text.token_ids) - 1] = text.token_ids[:-1]
         first = row * length + text.num_prompt - 1
         places.append(torch.arange(first, first + text.num_output))
+    before_BLE = None
+    if all(text.before_PE is not None for text in texts):
+        before_BLE = torch.zeros(*tokens_BL.shape, texts[0].states_NE.shape[1])
+        for row, text in enumerate(texts):
+            assert text.before_PE is not None
+            states_TE = torch.cat([text.before_PE, text.states_NE])
+            before_BLE[row, 1 : len(states_TE)] = states_TE[:-1]
+        before_BLE = before_BLE.to(device)
     return Batch(
         tokens_BL.to(device),
         torch.cat(places).to(device),
         torch.cat([text.states_NE for text in texts]).to(device, torch.float32),
         torch.cat([text.lse_N for text in texts]).to(device),
+        before_BLE,
     )

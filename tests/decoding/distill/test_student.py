@@ -11,7 +11,13 @@ from pagedraft.decoding.distill.start import (
     save_student,
     start_student,
 )
-from pagedraft.decoding.distill.student import spread_layers
+from pagedraft.decoding.distill.student import (
+    FIRST_STATES,
+    FUSE,
+    Student,
+    first_fusion,
+    spread_layers,
+)
 from pagedraft.model.draft_folder import load_draft
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
@@ -81,6 +87,42 @@ def test_a_target_without_so_many_layers_is_refused(tmp_path):
     save_tiny(tmp_path / "target", "llama")
     with pytest.raises(ValueError, match="layers: expected at most"):
         start_student(tmp_path / "target", [0, 50], CPU)
+
+
+class TestFeatureHead:
+    def head(self, folder, state_rms: float = 2.0) -> Student:
+        plain, _ = start_student(folder, [0], CPU)
+        fusion = first_fusion(plain.embed_rms, state_rms, plain.config.embed_dim, 0)
+        tensors = {**plain.tensors(), FUSE: fusion}
+        return Student(plain.config, tensors, plain.embed_VE, state_rms)
+
+    def test_its_tensors_are_what_it_was_given(self, tmp_path):
+        save_tiny(tmp_path, "llama")
+        head = self.head(tmp_path)
+        expected = first_fusion(head.embed_rms, 2.0, head.config.embed_dim, 0)
+        torch.testing.assert_close(head.tensors()[FUSE], expected)
+
+    def test_without_states_it_is_a_draft_of_one_layer(self, tmp_path):
+        save_tiny(tmp_path, "llama")
+        plain, _ = start_student(tmp_path, [0], CPU)
+        tokens_BL = torch.tensor([TOKENS])
+        none_BLE = torch.zeros(1, len(TOKENS), plain.config.embed_dim)
+        torch.testing.assert_close(self.head(tmp_path)(tokens_BL, none_BLE), plain(tokens_BL))
+
+    def test_it_reads_the_state_before_and_those_before_that(self, tmp_path):
+        save_tiny(tmp_path, "llama")
+        head, tokens_BL = self.head(tmp_path), torch.tensor([TOKENS])
+        states_BLE = torch.randn(1, len(TOKENS), head.config.embed_dim)
+        hidden_BLE = head(tokens_BL, states_BLE)
+        states_BLE[:, 4] += 1.0
+        differs_L = (head(tokens_BL, states_BLE) - hidden_BLE).abs().amax(-1)[0] > 1e-4
+        assert differs_L.tolist() == [False] * 4 + [True] * 5
+
+    def test_the_first_states_are_a_share_of_the_tokens(self):
+        fusion = first_fusion(0.1, 3.0, 256, 0)
+        states_NE = 3.0 * torch.randn(100, 256)
+        share = (states_NE @ fusion[:, :256].T).std() / 0.1
+        assert share.item() == pytest.approx(FIRST_STATES, rel=0.05)
 
 
 class TestVocabulary:

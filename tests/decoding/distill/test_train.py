@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pagedraft.decoding.distill.start import start_student
+from pagedraft.decoding.distill.student import FUSE, Student, first_fusion
 from pagedraft.decoding.distill.taught import Taught, load_taught, num_output_tokens, save_taught
 from pagedraft.decoding.distill.train import (
     FINAL_RATE,
@@ -16,6 +18,7 @@ from pagedraft.decoding.distill.train import (
     make_batch,
     plan_batches,
     read_step,
+    shift,
 )
 from pagedraft.tests.decoding.distill.lessons import random_texts
 from pagedraft.tests.model.tiny import save_tiny
@@ -197,6 +200,63 @@ def test_a_batch_points_at_what_predicts_each_written_token():
 def test_bad_options_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         TrainOptions(**changes)
+
+
+class TestFeatureHead:
+    def trainer(self, folder, texts, unroll: int) -> Trainer:
+        plain, head_VE = start_student(folder, [0], CPU)
+        fusion = first_fusion(plain.embed_rms, 1.0, plain.config.embed_dim, 0)
+        student = Student(plain.config, {**plain.tensors(), FUSE: fusion}, plain.embed_VE)
+        return Trainer(student, head_VE, texts, replace(OPTIONS, unroll=unroll), 40)
+
+    def texts(self, folder) -> list[Taught]:
+        return [
+            replace(
+                text, before_PE=torch.randn(text.num_prompt - 1, text.states_NE.shape[1]).half()
+            )
+            for text in texts_of(folder)
+        ]
+
+    @pytest.mark.parametrize("unroll", [1, 3])
+    def test_it_learns(self, folder, unroll):
+        texts = self.texts(folder)
+        trainer = self.trainer(folder, texts, unroll)
+        before = trainer.examine(texts)
+        while trainer.step < 40:
+            trainer.advance()
+        assert trainer.examine(texts).loss < 0.5 * before.loss
+
+    def test_a_later_draft_reads_its_own_state_in_place_of_the_teachers(self, folder):
+        texts = self.texts(folder)[:1]
+        trainer = self.trainer(folder, texts, 2)
+        batch = make_batch(texts, CPU)
+        with torch.no_grad():
+            own = shift(trainer.student(batch.tokens_BL, batch.before_BLE))
+            second = trainer._loss(batch._replace(before_BLE=own))
+            both = trainer._loss(batch)
+            first = self.trainer(folder, texts, 1)._loss(batch)
+            alone = self.trainer(folder, texts, 1)._loss(batch._replace(before_BLE=own))
+        assert both.loss.item() == pytest.approx(first.loss.item() + 0.8 * alone.loss.item())
+        assert torch.equal(both.alpha_N, first.alpha_N)
+        assert second.loss.item() != pytest.approx(both.loss.item())
+
+    def test_the_states_before_are_at_the_tokens_after(self, folder):
+        texts = self.texts(folder)[:3]
+        batch = make_batch(texts, CPU)
+        for row, text in enumerate(texts):
+            states_TE = torch.cat([text.before_PE, text.states_NE]).float()
+            assert not batch.before_BLE[row, 0].any()
+            assert torch.equal(batch.before_BLE[row, 1 : len(states_TE)], states_TE[:-1])
+
+    def test_states_of_prompts_are_saved_for_all_texts_or_none(self, folder, tmp_path):
+        texts, file = self.texts(folder), tmp_path / "texts.safetensors"
+        save_taught(file, texts)
+        for a, b in zip(texts, load_taught(file), strict=True):
+            assert torch.equal(a.before_PE, b.before_PE)
+        with pytest.raises(ValueError, match="for all texts or for none"):
+            save_taught(file, [*texts, replace(texts[0], before_PE=None)])
+        with pytest.raises(ValueError, match="expected states of 2 tokens of the prompt"):
+            replace(texts[0], before_PE=texts[0].before_PE[1:])
 
 
 class TestTaught:
