@@ -102,7 +102,7 @@ class Engine:
         self._roster = Roster(rows)
         self.waiting, self.running = self._roster.waiting, self._roster.running
         self.launcher = Launcher(target, self.caches, rows)
-        self._committer = Committer(self, self._finish)
+        self._committer = Committer(self, lambda request, kept: self._finish(request, kept))
         self._limit = StepLimit()
         self.num_steps = 0
         self._is_stepping = False
