@@ -78,9 +78,7 @@ class Reader:
         for start in range(0, len(token_ids), CHUNK_TOKENS):
             self._forward(token_ids[start : start + CHUNK_TOKENS], start, 0)
 
-    def read(
-        self, token_ids: Seq[int], start: int, observe: Observe | None = None
-    ) -> torch.Tensor:
+    def read(self, token_ids: Seq[int], start: int, observe: Observe | None = None) -> torch.Tensor:
         """Feed tokens at positions from ``start`` on; fp32 logits [tokens, V] after each.
 
         observe: see ``Transformer.forward``.
