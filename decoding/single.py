@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter, check_vocabularies
+from pagedraft.decoding.drafters.feature_head import FeatureHeadDrafter
 from pagedraft.decoding.draw import draw
 from pagedraft.decoding.load import encode, load_draft_model, load_model, load_tokenizer
 from pagedraft.decoding.params import MODEL_DEFAULTS, SamplingParams, logit_rules
 from pagedraft.decoding.sequence import Sequence
 from pagedraft.decoding.verify import verify_rows
 from pagedraft.model.batch import Span, StepBatch, build_step_batch
+from pagedraft.model.feature_head import FeatureHead
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
 
@@ -80,12 +82,10 @@ def speculative_decode(
     token_ids = encode(prompt, tokenizer)
     if max_length is None:
         max_length = len(token_ids) + (params or SamplingParams()).max_tokens
-    sequence, cache = _start(target, token_ids, max_length, params, sample_index)
+    keeps_states = isinstance(draft, FeatureHead)
+    sequence, cache = _start(target, token_ids, max_length, params, sample_index, keeps_states)
     stop_ids = _stop_ids(target, params)
-    draft_cache = _cache(draft, max_length)
-    drafter = DraftModelDrafter(
-        draft, draft_cache, target_vocab_size=target.config.vocab_size, catch_up_tokens=max_length
-    )
+    drafter = _drafter(draft, cache, max_length, target.config.vocab_size)
     while sequence.num_tokens < max_length:
         k = min(num_drafts, max_length - sequence.num_tokens - 1)
         [proposal] = drafter.propose([sequence], [k])
@@ -108,6 +108,7 @@ def _start(
     max_length: int,
     params: SamplingParams | None,
     sample_index: int,
+    keeps_states: bool = False,
 ) -> tuple[Sequence, KVCache]:
     if not token_ids:
         raise ValueError("prompt: expected at least one token, got none")
@@ -121,7 +122,7 @@ def _start(
         )
     params = params or SamplingParams(temperature=0.0)
     stop_ids = _stop_ids(model, params)
-    cache = _cache(model, max_length)
+    cache = _cache(model, max_length, keeps_states)
     sequence = Sequence(
         token_ids=token_ids,
         num_prompt=len(token_ids),
@@ -136,10 +137,23 @@ def _start(
     return sequence, cache
 
 
-def _cache(model: Transformer, max_length: int) -> KVCache:
+def _cache(model: Transformer, max_length: int, keeps_states: bool = False) -> KVCache:
     """A pool for one sequence of ``max_length`` tokens, plus the null block."""
-    num_blocks = 1 + -(-max(max_length, 1) // BLOCK_SIZE)
-    return KVCache(model.config, num_blocks, BLOCK_SIZE, model.activation_dtype, model.device)
+    num_blocks, dtype = 1 + -(-max(max_length, 1) // BLOCK_SIZE), model.activation_dtype
+    features_dtype = dtype if keeps_states else None
+    return KVCache(
+        model.config, num_blocks, BLOCK_SIZE, dtype, model.device, features_dtype=features_dtype
+    )
+
+
+def _drafter(
+    draft: Transformer, target_cache: KVCache, max_length: int, vocab_size: int
+) -> DraftModelDrafter | FeatureHeadDrafter:
+    """What drafts with a model; vocab_size: the target's."""
+    options = {"target_vocab_size": vocab_size, "catch_up_tokens": max_length}
+    if isinstance(draft, FeatureHead):
+        return FeatureHeadDrafter(draft, _cache(draft, max_length), target_cache, **options)
+    return DraftModelDrafter(draft, _cache(draft, max_length), **options)
 
 
 def _stop_ids(model: Transformer, params: SamplingParams | None) -> set[int]:

@@ -2,15 +2,15 @@
 for.
 
 ``load_draft`` makes a Transformer of the folder that draft_format.py describes and draft_save.py
-writes. A new kind of draft is one more row of KINDS.
+writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from pagedraft.model.draft_format import (
     read_entry,
 )
 from pagedraft.model.families import FAMILIES
+from pagedraft.model.feature_head import FeatureHead
 from pagedraft.model.fingerprint import fingerprint
 from pagedraft.model.head import Head
 from pagedraft.model.transformer import Transformer
@@ -31,16 +32,8 @@ from pagedraft.model.weight_files import Header, check_headers, open_files
 from pagedraft.model.weights import check_weights, expected_parts, read_parts
 
 SHARED = ("family", "embed_dim", "vocab_size")  # what borrowing asks of the two configs
-
-
-class _Borrower(NamedTuple):
-    """What a kind's loader gets."""
-
-    folder: Path
-    entry: DraftEntry
-    config: ModelConfig
-    target: Transformer
-    weights: str
+# What each kind is loaded as; ``draft_format.own_parts`` says what it stores.
+KINDS: Mapping[str, type[Transformer]] = {"layers": Transformer, "head": FeatureHead}
 
 
 def load_draft(folder: str | Path, target: Transformer, *, weights: str = "auto") -> Transformer:
@@ -72,7 +65,12 @@ def load_draft(folder: str | Path, target: Transformer, *, weights: str = "auto"
     if config.quantization is not None:
         raise ValueError(f"{folder}: expected plain tensors, got a quantization_config")
     check_weights(weights, config, target.device)
-    draft = KINDS[entry.kind](_Borrower(folder, entry, config, target, weights))
+    own = _read_own(folder, entry, config, target, weights)
+    ids_U = own.pop(VOCAB_IDS, None)
+    own["embed"] = target.embed_VE
+    own["head"] = target.head if ids_U is None else cut_head(target, ids_U)
+    draft = KINDS[entry.kind](config, own, exact=target.exact)
+    draft.weight_bytes -= target.embed_VE.nbytes  # a pass reads a row of it
     draft.folder = folder
     return draft
 
@@ -91,37 +89,36 @@ def _check_target(folder: Path, entry: DraftEntry, target: Transformer) -> None:
         )
 
 
-def _load_layers(given: _Borrower) -> Transformer:
-    target, config = given.target, given.config
-    parts = own_parts(config)
+def _read_own(
+    folder: Path, entry: DraftEntry, config: ModelConfig, target: Transformer, weights: str
+) -> dict[str, Any]:
+    """The draft's own weights by our names, and its token ids, if it has such, as VOCAB_IDS."""
+    try:
+        parts = own_parts(config, entry.kind)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     headers = [header for group in parts.values() for part in group for header in part.headers]
-    if given.entry.vocab is not None:
-        headers.append(Header(VOCAB_IDS, ((given.entry.vocab,),), ("I32",)))
+    if entry.vocab is not None:
+        headers.append(Header(VOCAB_IDS, ((entry.vocab,),), ("I32",)))
     with ExitStack() as stack:
-        files = open_files(given.folder, stack)
+        files = open_files(folder, stack)
         check_headers(
-            given.folder,
+            folder,
             files,
             headers,
             kind=f"draft of a {config.family}",
             ignored=(),
             endings=FAMILIES[config.family].buffers,
         )
-        own = read_parts(
-            files, parts, dtype=target.dtype, device=target.device, weights=given.weights
-        )
-        ids_U = None if given.entry.vocab is None else files[VOCAB_IDS].read(VOCAB_IDS).long()
-    head = target.head
-    if ids_U is not None:
+        own = read_parts(files, parts, dtype=target.dtype, device=target.device, weights=weights)
+        if entry.vocab is not None:
+            own[VOCAB_IDS] = files[VOCAB_IDS].read(VOCAB_IDS).long()
+    if entry.vocab is not None:
         try:
-            check_vocab_ids(ids_U, config.vocab_size)
+            check_vocab_ids(own[VOCAB_IDS], config.vocab_size)
         except ValueError as error:
-            raise ValueError(f"{given.folder}: {error}") from None
-        head = cut_head(target, ids_U)
-    own |= {"embed": target.embed_VE, "head": head}
-    draft = Transformer(config, own, exact=target.exact)
-    draft.weight_bytes -= target.embed_VE.nbytes  # a pass reads a row of it
-    return draft
+            raise ValueError(f"{folder}: {error}") from None
+    return own
 
 
 def cut_head(target: Transformer, ids_U: torch.Tensor) -> Head:
@@ -147,7 +144,3 @@ def cut_head(target: Transformer, ids_U: torch.Tensor) -> Head:
     is_plain = isinstance(whole, torch.Tensor)
     rows = whole[ids_U] if is_plain else quantized.select_outputs(whole, ids_U)
     return Head.pack(rows, target.dtype, ids_U)
-
-
-# How each kind becomes a model; what it stores is its loader's matter.
-KINDS: Mapping[str, Callable[[_Borrower], Transformer]] = {"layers": _load_layers}

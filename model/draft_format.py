@@ -3,7 +3,7 @@
 The rest of config.json is a plain config of the target's family, with the draft's own number of
 layers. ``model.safetensors`` holds what the draft has of its own, under the family's names; the
 target lends embedding and head. With a head of few tokens ``VOCAB_IDS`` says which they are: int32,
-ascending.
+ascending. A draft of kind "head" (feature_head.py) has one layer, and ``FUSE_WEIGHT`` besides.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pagedraft.model.weights import Part, expected_parts
 
 FIELD = "pagedraft_draft"
 VOCAB_IDS = "draft.vocab_ids"
+FUSE_WEIGHT = "draft.fc.weight"  # [E, 2 E]: columns of the state before, then of the token
 LENT = ("embed", "head")  # of our names of tensors
 
 
@@ -26,7 +27,7 @@ LENT = ("embed", "head")  # of our names of tensors
 class DraftEntry:
     """The object "pagedraft_draft".
 
-    kind: how the draft works, a name of ``draft_folder.KINDS``.
+    kind: how the draft works, a name of ``draft_folder.KINDS``: "layers" or "head".
     target: the model that it was distilled for, as the user named it.
     target_sha256: ``fingerprint`` of that model's folder.
     vocab: tokens that its head can propose; None for all.
@@ -67,9 +68,14 @@ def refuse_draft(folder: str | Path) -> None:
         )
 
 
-def own_parts(config: ModelConfig) -> dict[str, list[Part]]:
-    """What a draft of whole layers stores, by our names: layers and the last norm."""
-    return {name: parts for name, parts in expected_parts(config).items() if name not in LENT}
+def own_parts(config: ModelConfig, kind: str = "layers") -> dict[str, list[Part]]:
+    """What a draft stores, by our names: layers and the last norm; of a "head" also "fuse"."""
+    parts = {name: parts for name, parts in expected_parts(config).items() if name not in LENT}
+    if kind != "head":
+        return parts
+    if config.num_layers != 1:
+        raise ValueError(f'num_layers: expected 1 for kind "head", got {config.num_layers}')
+    return {"fuse": [Part(FUSE_WEIGHT, (config.embed_dim, 2 * config.embed_dim))], **parts}
 
 
 def check_vocab_ids(ids_U: torch.Tensor, vocab_size: int) -> None:

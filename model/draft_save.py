@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagedraft.model.config import ModelConfig, read_json
+from pagedraft.model.draft_folder import KINDS
 from pagedraft.model.draft_format import (
     FIELD,
     VOCAB_IDS,
@@ -41,12 +42,14 @@ def save_draft(
     tensors: Mapping[str, torch.Tensor],
     *,
     num_layers: int,
+    kind: str = "layers",
     target: str | None = None,
     vocab_ids: torch.Tensor | None = None,
 ) -> Path:
-    """Write a draft of kind "layers" for the model in ``target_folder``; return its folder.
+    """Write a draft for the model in ``target_folder``; return its folder.
 
     tensors: those of ``own_tensors``, by the family's names; stored as bf16.
+    kind: a name of ``draft_folder.KINDS``; a "head" has one layer.
     target: what the user calls the target, for messages; None: its folder.
     vocab_ids: ascending token ids [U] that the draft may propose; None for all.
 
@@ -55,12 +58,12 @@ def save_draft(
     """
     folder, target_folder = Path(folder), Path(target_folder)
     check_replaceable(folder)
-    stored = _checked(own_tensors(target_folder, num_layers), tensors)
+    stored = _checked(own_tensors(target_folder, num_layers, kind), tensors)
     if vocab_ids is not None:
         check_vocab_ids(vocab_ids, ModelConfig.from_folder(target_folder).vocab_size)
         stored[VOCAB_IDS] = vocab_ids.to("cpu", torch.int32, copy=True)
     entry = DraftEntry(
-        "layers",
+        kind,
         str(target_folder) if target is None else target,
         fingerprint(target_folder),
         None if vocab_ids is None else vocab_ids.numel(),
@@ -79,12 +82,16 @@ def save_draft(
     return folder
 
 
-def own_tensors(target_folder: str | Path, num_layers: int) -> dict[str, tuple[int, ...]]:
+def own_tensors(
+    target_folder: str | Path, num_layers: int, kind: str = "layers"
+) -> dict[str, tuple[int, ...]]:
     """Shapes of a draft's own tensors, by the family's names, in the order of the forward pass."""
     if type(num_layers) is not int or num_layers < 1:
         raise ValueError(f"num_layers: expected a positive integer, got {num_layers!r}")
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {sorted(KINDS)}, got {kind!r}")
     config = ModelConfig.from_folder(target_folder)
-    parts = own_parts(replace(config, num_layers=num_layers, quantization=None))
+    parts = own_parts(replace(config, num_layers=num_layers, quantization=None), kind)
     return {part.source: part.shape for group in parts.values() for part in group}
 
 

@@ -165,12 +165,19 @@ class GraphRunner:
 
         batch: with tensors on the device or, which saves copies, on the host. cache: the runner's.
         """
-        if cache is not None and cache is not self.cache:
-            raise ValueError("cache: expected the one that the runner was made for")
+        self._check_cache(cache)
         recorded = self._pick(batch)
         if recorded is None:
             self.num_eager += 1
             return self.target.forward(on_device(batch, self.device), self.cache)
+        return self._replay(recorded, batch)
+
+    def _check_cache(self, cache: KVCache | None) -> None:
+        if cache is not None and cache is not self.cache:
+            raise ValueError("cache: expected the one that the runner was made for")
+
+    def _replay(self, recorded: Recorded, batch: StepBatch) -> torch.Tensor:
+        """Run a step from a graph; its logits."""
         self.num_replays += 1
         self._feed(recorded, batch)
         recorded.replay()
@@ -208,17 +215,21 @@ class GraphRunner:
         inputs = packed_batch(staging.device_x[: sizes.num_bytes], sizes, table_RM)
         empty = empty_batch(shape, shape.num_tokens, 1, self.device)
         fill_padded(inputs, empty, with_table=table_RM is None)
-        logits_TV = self._logits_TV[: shape.num_tokens]
-
-        def run() -> None:
-            logits_TV.copy_(self.target.forward(inputs, self.cache))
-
+        run = self._pass_of(shape, inputs, self._logits_TV[: shape.num_tokens])
         try:
             self._recorded.append(Recorded(shape, inputs, self._capture(run)))
         except RuntimeError as error:  # also torch.OutOfMemoryError
             self.failed.append(shape)
             reason = str(error).partition("\n")[0]
             logger.warning("no CUDA graph for %s: %s", shape, reason)
+
+    def _pass_of(self, shape: StepShape, inputs: StepBatch, logits_TV: torch.Tensor) -> Run:
+        """What is captured: from the inputs to the logits."""
+
+        def run() -> None:
+            logits_TV.copy_(self.target.forward(inputs, self.cache))
+
+        return run
 
     def _own_table(self, shape: StepShape) -> torch.Tensor:
         assert self.table_RM is not None

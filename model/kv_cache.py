@@ -18,7 +18,11 @@ class KVCache:
 
     kv_dtype: what they store. With a quantised one (kv_quant.KV_DTYPES) ``k_scale`` and ``v_scale``
     hold a layer's fp32 factors [N, G, B], one a token and head, else None.
-    Block 0 is the null block: padded tokens have slots there, nobody writes or reads it.
+    features_dtype: of ``features_NBE`` [N, B, E], each token's state after the final norm, which
+    ``Transformer.forward`` then writes and a FeatureHead drafts from; None: no such pool. It lies
+    in the tokens' blocks, so whatever copies, shares or drops KV does so to the states.
+    Block 0 is the null block: padded tokens have slots there. No KV is written to it and nothing is
+    read from it; states of padding are.
     """
 
     def __init__(
@@ -28,6 +32,8 @@ class KVCache:
         block_size: int,
         kv_dtype: torch.dtype,
         device: torch.device,
+        *,
+        features_dtype: torch.dtype | None = None,
     ) -> None:
         if num_blocks < 2:
             raise ValueError(
@@ -54,24 +60,31 @@ class KVCache:
 
         self.k, self.v = pools(), pools()
         self.k_scale, self.v_scale = scales(), scales()
+        self.features_NBE: torch.Tensor | None = None
+        if features_dtype is not None:
+            sizes = num_blocks, block_size, config.embed_dim
+            self.features_NBE = torch.empty(sizes, dtype=features_dtype, device=device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All pool tensors of all layers: what a copy of a block has to copy."""
-        pools = (*self.k, *self.v, *self.k_scale, *self.v_scale)
+        """All pool tensors of all layers, and states: what a copy of a block has to copy."""
+        pools = (*self.k, *self.v, *self.k_scale, *self.v_scale, self.features_NBE)
         return [pool for pool in pools if pool is not None]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers: keys, values and their factors."""
+        """Bytes of all layers: keys, values and their factors; and of the states."""
         return sum(pool.nbytes for pool in self.tensors)
 
 
-def kv_bytes_per_token(config: ModelConfig, kv_dtype: torch.dtype) -> int:
-    """Bytes of KV that one context token takes in all layers, factors included."""
+def kv_bytes_per_token(
+    config: ModelConfig, kv_dtype: torch.dtype, features_dtype: torch.dtype | None = None
+) -> int:
+    """Bytes of KV that one context token takes in all layers, factors and state included."""
     scale_bytes = torch.float32.itemsize if kv_dtype in KV_DTYPES else 0
     head_bytes = config.head_dim * kv_dtype.itemsize + scale_bytes
-    return 2 * config.num_layers * config.num_kv_heads * head_bytes
+    state_bytes = 0 if features_dtype is None else config.embed_dim * features_dtype.itemsize
+    return 2 * config.num_layers * config.num_kv_heads * head_bytes + state_bytes
 
 
 def gpu_arch(device: torch.device) -> tuple[int, int] | str | None:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from pagedraft.kernels.dispatch import implementation
 from pagedraft.kernels.linear import PackedLinear, linear, pack_linear
-from pagedraft.kernels.linear_fused import Rows, gated_linear, linear_add_norm
+from pagedraft.kernels.linear_fused import gated_linear, linear_add_norm
+from pagedraft.kernels.normed import Rows
 from pagedraft.kernels.paged_attention import AttentionPlan, paged_attention, prepare_attention
 from pagedraft.kernels.rms_norm import rms_norm
 from pagedraft.kernels.write_kv import WritePlan, plan_write_kv, write_kv
@@ -25,6 +26,7 @@ from pagedraft.model.draft_format import refuse_draft
 from pagedraft.model.head import Head, num_bytes
 from pagedraft.model.huge_pages import MIN_WEIGHT_BYTES, use_huge_pages
 from pagedraft.model.kv_cache import KVCache
+from pagedraft.model.last_rows import LastRows, keep_states
 from pagedraft.model.rope import rope_table
 from pagedraft.model.weights import load_weights
 
@@ -161,12 +163,41 @@ class Transformer:
         """Write this step's KV into ``cache`` and return the fp32 logits [num_logits, V].
 
         A row's bits depend on its own tokens and positions only (with ``exact``), never on what
-        else is in the batch. The last layer's MLP and the head see only the rows that need logits.
+        else is in the batch. The last layer's MLP and the head see only the rows that need logits;
+        where the cache keeps states (``features_NBE``), all tokens go through that MLP.
         ``observe`` sees each stage's result (STAGES), for comparing two runs.
         """
-        eps, exact = self.config.rms_eps, self.exact
-        residual_TE = F.embedding(batch.tokens_T, self.embed_VE).to(self.activation_dtype)
+        residual_TE = self._embed(batch)
         observe(-1, "embed", residual_TE)
+        keeps_states = cache.features_NBE is not None
+        rows = self._run_layers(residual_TE, batch, cache, observe, all_rows=keeps_states)
+        if keeps_states:
+            assert rows is not None
+            keep_states(self._states(rows), batch, cache)
+            rows = rows.with_logits(batch)
+        return self._logits(rows, batch, observe)
+
+    def _states(self, rows: LastRows) -> torch.Tensor:
+        return rows.states(self.final_norm_E, self.config.rms_eps)
+
+    def _embed(self, batch: StepBatch) -> torch.Tensor:
+        return F.embedding(batch.tokens_T, self.embed_VE).to(self.activation_dtype)
+
+    def _run_layers(
+        self,
+        residual_TE: torch.Tensor,
+        batch: StepBatch,
+        cache: KVCache,
+        observe: Observe = _ignore,
+        *,
+        all_rows: bool = False,
+    ) -> LastRows | None:
+        """Run the layers on what the first one reads.
+
+        all_rows: take all tokens to the end, not only those that need logits. None where no row is
+        asked for: then only KV is written.
+        """
+        eps, exact = self.config.rms_eps, self.exact
         normed: Rows = rms_norm(residual_TE, self.layers[0].input_norm_E, eps)
         observe(-1, "input_norm", normed)
         last = len(self.layers) - 1
@@ -177,11 +208,12 @@ class Transformer:
             observe(index, "qkv", qkv_TC)
             heads_THD = self._attend(qkv_TC, layer, batch, cache, index, *plans)
             observe(index, "attention", heads_THD)
-            if index == last and batch.num_logits == 0:
-                return heads_THD.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-            if index == last and batch.num_logits < batch.num_tokens:
-                heads_THD = heads_THD[batch.logit_rows_Q]
-                residual_TE = residual_TE[batch.logit_rows_Q]
+            if index == last and not all_rows:
+                if batch.num_logits == 0:
+                    return None
+                if batch.num_logits < batch.num_tokens:
+                    heads_THD = heads_THD[batch.logit_rows_Q]
+                    residual_TE = residual_TE[batch.logit_rows_Q]
             normed, residual_TE = linear_add_norm(
                 heads_THD.flatten(1), layer.o, residual_TE, layer.post_norm_E, eps, exact=exact
             )
@@ -192,7 +224,16 @@ class Transformer:
                 mlp_TF, layer.down, residual_TE, next_norm_E, eps, exact=exact
             )
             observe(index, "down_norm", normed)
-        logits_QV = self.head.logits(normed, self.config.vocab_size, exact=exact)
+        return LastRows(normed, residual_TE)
+
+    def _logits(
+        self, rows: LastRows | None, batch: StepBatch, observe: Observe = _ignore
+    ) -> torch.Tensor:
+        """fp32 logits [num_logits, V] of the rows that need them."""
+        vocab_size = self.config.vocab_size
+        if rows is None:
+            return torch.empty(0, vocab_size, device=self.device)
+        logits_QV = self.head.logits(rows.normed, vocab_size, exact=self.exact)
         observe(len(self.layers), "head", logits_QV)
         return logits_QV[: batch.num_logits]
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pagedraft.model.feature_graphs import FeatureHeadRunner
+from pagedraft.model.feature_head import FeatureHead
 from pagedraft.model.graph_shapes import GraphLimits
 from pagedraft.model.graphs import Capture, CudaCapture, GraphRunner
 from pagedraft.scheduler.warm_up import models_of
@@ -14,7 +16,8 @@ from pagedraft.scheduler.warm_up import models_of
 if TYPE_CHECKING:
     from pagedraft.scheduler.engine import Engine
 
-# A drafting model feeds one token a row, two after all drafts of a row were accepted.
+# A drafting model feeds one token a row, two after all drafts of a row were accepted. A feature
+# head reads all that were.
 CATCH_UP = 1
 
 
@@ -39,14 +42,15 @@ def graph_runners(
         capture = make_capture(run_model.model.device)
         if capture is None:
             return []
-        is_target = run_model.drafter is None
+        is_target, is_head = run_model.drafter is None, isinstance(run_model.model, FeatureHead)
         limits = GraphLimits(
             engine.max_rows,
-            max_drafts=_most_drafts(engine) if is_target else CATCH_UP,
+            max_drafts=_most_drafts(engine) if is_target or is_head else CATCH_UP,
             max_kv_len=run_model.limits.max_context,
         )
         own: dict[str, Any] = {"table_RM": table_RM if is_target else None, "capture": capture}
-        runner = GraphRunner(run_model.model, run_model.cache, limits, **own)
+        make: Callable[..., GraphRunner] = FeatureHeadRunner if is_head else GraphRunner
+        runner = make(run_model.model, run_model.cache, limits, **own)
         if run_model.drafter is not None:
             run_model.drafter.model = runner  # type: ignore[attr-defined]
         runners.append(runner)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pagedraft.model.feature_head import FeatureHead
 from pagedraft.model.kv_cache import KVCache, kv_bytes_per_token
 from pagedraft.model.transformer import Transformer
 
@@ -24,22 +25,27 @@ def make_kv_caches(
 ) -> list[KVCache]:
     """One pool a model, the target's first, all of the same blocks.
 
+    With a FeatureHead among them the target's keeps states.
+
     kv_dtype: what they store; None: the dtype of each model's activations.
     kv_tokens: their capacity; None sizes it from free memory.
     """
+    target = models[0]
+    has_head = any(isinstance(model, FeatureHead) for model in models)
+    features = [target.activation_dtype if has_head else None, *[None] * (len(models) - 1)]
     dtypes = [kv_dtype or model.activation_dtype for model in models]
-    pairs = list(zip(models, dtypes, strict=True))
+    rows = list(zip(models, dtypes, features, strict=True))
     if kv_tokens is None:
-        target = models[0]
         kv_tokens = default_kv_tokens(
-            sum(kv_bytes_per_token(model.config, dtype) for model, dtype in pairs),
+            sum(kv_bytes_per_token(model.config, dtype, states) for model, dtype, states in rows),
             target.device,
             target.config.max_positions,
             max_rows,
         )
     num_blocks = 1 + -(-kv_tokens // block_size)
     return [
-        KVCache(model.config, num_blocks, block_size, dtype, model.device) for model, dtype in pairs
+        KVCache(model.config, num_blocks, block_size, dtype, model.device, features_dtype=states)
+        for model, dtype, states in rows
     ]
 
 

@@ -281,8 +281,10 @@ class Speculation:
         self, name: str, requests: list[Request], num_drafts: list[int]
     ) -> dict[Request, Proposal]:
         """Ask a model drafter and note what it took, unless rows had more than a step to read."""
+        reads_accepted = getattr(self.drafters[name], "reads_accepted", False)
+        most = self.controller.max_drafts + 1 if reads_accepted else 2
         is_steady = all(
-            request.num_tokens - request.sequence.num_draft_written <= 2 for request in requests
+            request.num_tokens - request.sequence.num_draft_written <= most for request in requests
         )
         began = time.perf_counter()
         proposals = dict(zip(requests, self._ask(name, requests, num_drafts), strict=True))

@@ -20,6 +20,8 @@ from triton.runtime.jit import JITFunction
 
 from pagedraft.decoding.drafters.base import Drafter
 from pagedraft.kernels.dispatch import INTERPRETED, implementation
+from pagedraft.model.batch import StepBatch
+from pagedraft.model.feature_head import FeatureHead
 from pagedraft.model.graph_shapes import AttentionChoices
 from pagedraft.model.graphs import GraphRunner
 from pagedraft.model.kv_cache import KVCache
@@ -135,6 +137,14 @@ class RunModel(NamedTuple):
     limits: Limits
     drafter: Drafter | None = None
 
+    def run(self, batch: StepBatch) -> object:
+        """A pass; a feature head reads states that are nobody's."""
+        if not isinstance(self.model, FeatureHead):
+            return self.model.forward(batch, self.cache)
+        sizes = batch.tokens_T.shape[0], self.model.config.embed_dim
+        dtype, device = self.model.activation_dtype, self.model.device
+        return self.model.forward(batch, self.cache, torch.zeros(sizes, dtype=dtype, device=device))
+
 
 def models_of(engine: Engine) -> Iterator[RunModel]:
     """The target and the models that draft."""
@@ -164,7 +174,7 @@ def _model_jobs(run_model: RunModel) -> Iterator[Job]:
     for step in steps:
 
         def run(step: WarmStep = step) -> object:
-            return model.forward(step.batch(block_size, device), cache)
+            return run_model.run(step.batch(block_size, device))
 
         yield f"pass: {step.shape}", run
 

@@ -7,10 +7,12 @@ and one rollback serve both.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from pagedraft.decoding.drafters.base import Proposal
-from pagedraft.decoding.drafters.model_loop import DraftRow, draft_tokens
+from pagedraft.decoding.drafters.model_loop import DraftRow, draft_tokens, run_model
 from pagedraft.decoding.sequence import Sequence
+from pagedraft.model.config import ModelConfig
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
 
@@ -46,10 +48,13 @@ class DraftModelDrafter:
         Under the match rule with the noise that the target will use. A row ends where the draft
         model has no more positions.
         """
-        rows = self._rows(sequences, num_drafts)
+        rows = catching_up(self.model.config, sequences, num_drafts, self.catch_up_tokens)
         self.last_num_rounds = 0
         self.last_num_rounds = draft_tokens(
-            self.model, self.cache, list(rows.values()), self.target_vocab_size
+            partial(run_model, self.model, self.cache),
+            list(rows.values()),
+            self.model.config.vocab_size,
+            self.target_vocab_size,
         )
         for row in rows.values():
             row.sequence.num_draft_written = row.start
@@ -61,24 +66,30 @@ class DraftModelDrafter:
     def on_free(self, sequence: Sequence) -> None:
         """Nothing is kept but ``num_draft_written``, which the sequence itself drops."""
 
-    def _rows(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> dict[int, DraftRow]:
-        """The rows that draft or catch up, by their index in the batch."""
-        rows: dict[int, DraftRow] = {}
-        left = self.catch_up_tokens
-        for index, (sequence, k) in enumerate(zip(sequences, num_drafts, strict=True)):
-            # The pass that draws draft i has read i - 1 drafts.
-            wanted = min(k, self.model.config.max_positions - sequence.num_tokens + 1)
-            start = min(sequence.num_draft_written, sequence.num_tokens - 1)
-            feed = sequence.token_ids[start : start + left + 1]
-            if wanted <= 0 or max(feed) >= self.model.config.vocab_size:
-                continue  # no positions, or a token that the draft model cannot read
-            is_ready = start + len(feed) == sequence.num_tokens
-            if not is_ready:
-                feed, wanted = feed[:left], 0
-            if feed:
-                rows[index] = DraftRow(sequence, start, feed, wanted)
-                left -= len(feed) - is_ready
-        return rows
+
+def catching_up(
+    config: ModelConfig, sequences: Seq[Sequence], num_drafts: Seq[int], catch_up_tokens: int
+) -> dict[int, DraftRow]:
+    """The rows that draft or catch up, by their index in the batch.
+
+    config: of the drafting model. catch_up_tokens: see DraftModelDrafter.
+    """
+    rows: dict[int, DraftRow] = {}
+    left = catch_up_tokens
+    for index, (sequence, k) in enumerate(zip(sequences, num_drafts, strict=True)):
+        # The pass that draws draft i has read i - 1 drafts.
+        wanted = min(k, config.max_positions - sequence.num_tokens + 1)
+        start = min(sequence.num_draft_written, sequence.num_tokens - 1)
+        feed = sequence.token_ids[start : start + left + 1]
+        if wanted <= 0 or max(feed) >= config.vocab_size:
+            continue  # no positions, or a token that the draft model cannot read
+        is_ready = start + len(feed) == sequence.num_tokens
+        if not is_ready:
+            feed, wanted = feed[:left], 0
+        if feed:
+            rows[index] = DraftRow(sequence, start, feed, wanted)
+            left -= len(feed) - is_ready
+    return rows
 
 
 def check_vocabularies(draft: Transformer, target: Transformer) -> None:

@@ -8,9 +8,10 @@ and nothing to roll back.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from pagedraft.decoding.drafters.base import Proposal
-from pagedraft.decoding.drafters.model_loop import DraftRow, draft_tokens
+from pagedraft.decoding.drafters.model_loop import DraftRow, draft_tokens, run_model
 from pagedraft.decoding.params import check_int
 from pagedraft.decoding.sequence import Sequence
 from pagedraft.model.kv_cache import KVCache
@@ -52,8 +53,9 @@ class LayersDrafter:
             if wanted > 0 and sequence.num_pending == 1:
                 pending = sequence.token_ids[-1:]
                 rows[index] = DraftRow(sequence, sequence.num_written, pending, wanted)
+        vocab_size = self.model.config.vocab_size
         self.last_num_rounds = draft_tokens(
-            self.model, self.cache, list(rows.values()), self.model.config.vocab_size
+            partial(run_model, self.model, self.cache), list(rows.values()), vocab_size, vocab_size
         )
         return [
             rows[index].proposal if index in rows else Proposal([])

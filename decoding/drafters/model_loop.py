@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -48,19 +49,25 @@ class DraftRow:
             self.num_drafts = len(self.tokens)
 
 
+# One pass over what the rows feed: fp32 logits [rows that draw, V], in order.
+RunPass = Callable[[Seq[DraftRow]], torch.Tensor]
+
+
 def draft_tokens(
-    model: Transformer, cache: KVCache, rows: Seq[DraftRow], target_vocab_size: int
+    run_pass: RunPass, rows: Seq[DraftRow], vocab_size: int, target_vocab_size: int
 ) -> int:
     """Draft until every row has what it wants; return the number of passes, at most the most drafts
     of a row, or 1 where rows write KV only.
 
     The drafts, and how far each row's KV is written, are left in ``rows``. A row that has enough
-    leaves the batch.
+    leaves the batch. vocab_size: of the drafting model.
     """
     num_rounds = 0
     active = list(rows)
     while active:
-        logits_QV = _forward(model, cache, active)
+        logits_QV = run_pass(active)
+        for row in active:
+            row.start += len(row.feed)
         num_rounds += 1
         active = [row for row in active if row.num_drafts > 0]
         if not active:
@@ -73,24 +80,25 @@ def draft_tokens(
         )
         for index, (row, token) in enumerate(zip(active, tokens, strict=True)):
             q_V = None if q_QV is None else q_QV[index]
-            row.take(token, q_V, model.config.vocab_size)
+            row.take(token, q_V, vocab_size)
         active = [row for row in active if len(row.tokens) < row.num_drafts]
     return num_rounds
 
 
-def _forward(model: Transformer, cache: KVCache, rows: Seq[DraftRow]) -> torch.Tensor:
-    """One pass over what the rows feed; logits of those that draw."""
-    spans = [
+def spans_of(rows: Seq[DraftRow]) -> list[Span]:
+    """What the rows feed; logits for those that draw."""
+    return [
         Span(row.feed, row.start, row.sequence.block_ids, num_logits=int(row.num_drafts > 0))
         for row in rows
     ]
+
+
+def run_model(model: Transformer, cache: KVCache, rows: Seq[DraftRow]) -> torch.Tensor:
+    """The pass of a model that reads tokens alone."""
     batch = build_step_batch(
-        spans,
+        spans_of(rows),
         block_size=cache.block_size,
         device=model.device,
         row_multiple=model.row_multiple,
     )
-    logits_QV = model.forward(batch, cache)
-    for row in rows:
-        row.start += len(row.feed)
-    return logits_QV
+    return model.forward(batch, cache)

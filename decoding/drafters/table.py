@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from pagedraft.decoding.drafters.base import Drafter, check_drafter
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter
+from pagedraft.decoding.drafters.feature_head import FeatureHeadDrafter
 from pagedraft.decoding.drafters.layers import LayersDrafter
 from pagedraft.decoding.drafters.lookup import NgramDrafter
 from pagedraft.decoding.drafters.suffix import SuffixDrafter
+from pagedraft.model.feature_head import FeatureHead
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
 
@@ -20,7 +22,7 @@ class Setup:
     """What a drafter may be made from: the models that are loaded and their KV pools.
 
     draft, draft_cache: None without a draft model. Both pools have the same blocks, so a sequence's
-    ``block_ids`` address either.
+    ``block_ids`` address either. A FeatureHead drafts from the states in ``target_cache``.
     """
 
     target: Transformer
@@ -32,9 +34,12 @@ class Setup:
 def _draft_model(setup: Setup) -> Drafter:
     if setup.draft is None or setup.draft_cache is None:
         raise ValueError('speculate: "draft" needs a draft model, got none')
-    return DraftModelDrafter(
-        setup.draft, setup.draft_cache, target_vocab_size=setup.target.config.vocab_size
-    )
+    vocab_size = setup.target.config.vocab_size
+    if isinstance(setup.draft, FeatureHead):
+        return FeatureHeadDrafter(
+            setup.draft, setup.draft_cache, setup.target_cache, target_vocab_size=vocab_size
+        )
+    return DraftModelDrafter(setup.draft, setup.draft_cache, target_vocab_size=vocab_size)
 
 
 DRAFTERS: dict[str, Callable[[Setup], Drafter]] = {

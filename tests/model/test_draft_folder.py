@@ -212,7 +212,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "below 0": ({"tensors": ids(-1, 2, 3, 17, 40, 41, 95, 96)}, "ids from 0 to 96, got -1"),
     "beyond": ({"tensors": ids(0, 2, 3, 17, 40, 41, 95, 97)}, "ids from 0 to 96, got 97"),
     "empty": ({"tensors": ids(), "vocab": 0}, "vocab: expected null or a positive integer, got 0"),
-    "a kind to come": ({"kind": "head"}, r"draft of a kind in \['layers'\], got 'head'"),
+    "a kind to come": ({"kind": "tree"}, r"kind in \['head', 'layers'\], got 'tree'"),
     "no kind": ({"kind": None}, r"pagedraft_draft\.kind: expected text, got None"),
     "no digest": ({"target_sha256": "beef"}, "target_sha256: expected 64 hexadecimal digits"),
     "no object": ({"fields": {FIELD: 3}}, "pagedraft_draft: expected an object, got 3"),

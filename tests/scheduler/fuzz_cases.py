@@ -180,7 +180,7 @@ EXTRAS: tuple[Mapping[str, Any], ...] = (
 CALLBACKS = (None,) * 27 + (("raise", 2), ("abort", 2), ("abort others", 3))
 DRAFTERS = (
     *("ngram", "suffix", "draft", "draft-padded", "self", "layers"),
-    *("draft+ngram", "layers+ngram+suffix", "auto"),
+    *("draft+ngram", "layers+ngram+suffix", "auto", "head", "head+suffix"),
 )
 
 

@@ -12,7 +12,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from pagedraft.model.draft_folder import load_draft
 from pagedraft.model.transformer import Transformer
+from pagedraft.tests.model.feature_heads import save_head
 from pagedraft.tests.model.tiny import save_tiny
 
 # Few letters, so that stop strings are met by chance and often run over several tokens; the bytes
@@ -57,6 +59,17 @@ def load(name: str, dtype: torch.dtype) -> Transformer:
         model = Transformer.from_folder(Path(folder), dtype=dtype)
     model.folder = None
     return model
+
+
+@cache
+def load_head(name: str, dtype: torch.dtype) -> Transformer:
+    """A feature head of the target of a name."""
+    family, changes = MODELS[name]
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / "target"
+        save_tiny(folder, family, seed=list(MODELS).index(name), **{**SIZES, **changes})
+        target = Transformer.from_folder(folder, dtype=dtype)
+        return load_draft(save_head(Path(root) / "head", folder, states=0.2), target)
 
 
 @cache

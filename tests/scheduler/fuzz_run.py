@@ -18,7 +18,7 @@ from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.request import Request
 from pagedraft.tests.scheduler.fuzz_cases import VOCAB, Case, Row
 from pagedraft.tests.scheduler.fuzz_drafters import REPLAYS, Replay
-from pagedraft.tests.scheduler.fuzz_models import load, tokenizer
+from pagedraft.tests.scheduler.fuzz_models import load, load_head, tokenizer
 from pagedraft.tests.scheduler.plain import Plain, decode_plainly
 
 EVENTS = (
@@ -93,13 +93,15 @@ def _start(case: Case, dtype: torch.dtype) -> Run:
     target = load(case.model, dtype)
     names = {"self": "draft", "draft-padded": "draft"}.get(case.drafter, case.drafter)
     draft_model = {"self": case.model, "draft-padded": "draft-padded"}.get(case.drafter, "draft")
+    is_head, names = "head" in names, names.replace("head", "draft")
+    draft = load_head(case.model, dtype) if is_head else load(draft_model, dtype)
     replay = None
     if case.drafter in REPLAYS:
         replay = Replay(case.drafter, noise=case.noise, vocab_size=VOCAB)
     with patch.object(llm_module, "load_tokenizer", lambda target: tokenizer()):
         llm = LLM(
             target,
-            load(draft_model, dtype) if names == "auto" or "draft" in names else None,
+            draft if names == "auto" or "draft" in names else None,
             **({"speculate": names} if replay is None else {"drafter": replay}),
             k=case.k,
             block_size=case.block_size,
