@@ -16,7 +16,7 @@ TRITON_DIR := $(if $(TRITON),build/triton-$(TRITON))
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels fuzz static static-diff static-baseline bench gpu-check lint clean
+.PHONY: help setup demo test test-kernels fuzz static static-diff static-baseline bench distill gpu-check lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +66,11 @@ build/triton-%:
 
 bench: $(STAMP)  ## measure what this machine can, save JSON under bench/results
 	$(BIN)/python -m pagedraft.bench
+
+OUT ?= build/drafts/smollm2-135m
+
+distill: $(STAMP)  ## half an hour: a draft for the demo model and its report, in OUT=build/drafts/...
+	$(BIN)/pagedraft distill --target demo --out $(OUT) --vocab 8192 --minutes 28
 
 gpu-check:  ## kernel tests, exactness and first timings on a CUDA machine; installs nothing
 	bash bench/gpu_check.sh

@@ -17,7 +17,7 @@ from pagedraft.model.draft_format import read_entry
 from pagedraft.model.fingerprint import fingerprint
 from pagedraft.scheduler.demo import run_demo
 from pagedraft.scheduler.diff import add_diff_command
-from pagedraft.scheduler.distill import add_distill_command
+from pagedraft.scheduler.distill.command import add_distill_command
 from pagedraft.scheduler.estimate import add_estimate_command
 from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.replay import add_replay_command

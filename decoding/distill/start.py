@@ -8,12 +8,32 @@ from pathlib import Path
 
 import torch
 
-from pagedraft.decoding.distill.student import Student, first_tensors
+from pagedraft.decoding.distill.student import FUSE, Student, first_fusion, first_tensors, rms
 from pagedraft.decoding.distill.taught import Taught
 from pagedraft.model.config import ModelConfig
 from pagedraft.model.draft_format import own_parts
 from pagedraft.model.draft_save import save_draft
 from pagedraft.model.weights import load_weights
+
+STARTS = ("first", "even", "last")
+
+
+def pick_layers(count: int, num_target_layers: int, start: str) -> list[int]:
+    """Which layers of a target a draft begins with: STARTS. "even" has the first and the last.
+
+    The first ones read tokens as the embedding gives them, as a draft's must: after a minute of
+    training they are well ahead of "even" (README).
+    """
+    if not 1 <= count <= num_target_layers:
+        raise ValueError(
+            f"--layers: expected 1 to {num_target_layers}, as many as the target has, got {count}"
+        )
+    last = num_target_layers - 1
+    if start == "first":
+        return list(range(count))
+    if start == "last":
+        return list(range(num_target_layers - count, num_target_layers))
+    return [round(i * last / max(1, count - 1)) for i in range(count)]
 
 
 def choose_vocabulary(texts: Iterable[Taught], size: int, vocab_size: int) -> torch.Tensor | None:
@@ -49,9 +69,18 @@ def coverage(texts: Iterable[Taught], ids_U: torch.Tensor | None) -> float:
 
 
 def start_student(
-    folder: Path, layers: Sequence[int], device: torch.device
+    folder: Path,
+    layers: Sequence[int],
+    device: torch.device,
+    *,
+    kind: str = "layers",
+    state_rms: float = 1.0,
+    seed: int = 0,
 ) -> tuple[Student, torch.Tensor]:
-    """A student made of the target's ``layers``, and the fp32 rows of the target's head [V, E]."""
+    """A student made of the target's ``layers``, and the fp32 rows of the target's head [V, E].
+
+    kind: "layers" or "head". state_rms: root mean square of the target's states, for a head.
+    """
     config = ModelConfig.from_folder(folder)
     if config.quantization is not None:
         raise ValueError(f"{folder}: expected plain weights to start from, got quantised ones")
@@ -60,31 +89,39 @@ def start_student(
             f"layers: expected at most {config.num_layers}, as many as the target has, got "
             f"layer {layers[-1]}"
         )
-    tensors = load_weights(folder, config, dtype=torch.float32, device=device)
-    embed_VE = tensors["embed"]
-    student = Student(
-        replace(config, num_layers=len(layers)), first_tensors(tensors, layers), embed_VE
-    )
-    return student.to(device), tensors.get("head", embed_VE)
+    weights = load_weights(folder, config, dtype=torch.float32, device=device)
+    embed_VE = weights["embed"]
+    tensors = first_tensors(weights, layers)
+    if kind == "head":
+        fusion = first_fusion(rms(embed_VE), state_rms, config.embed_dim, seed)
+        tensors[FUSE] = fusion.to(device)
+    config = replace(config, num_layers=len(layers))
+    student = Student(config, tensors, embed_VE, state_rms).to(device)
+    return student, weights.get("head", embed_VE)
 
 
 def save_student(
     student: Student, out: Path, target_folder: Path, target: str, ids_U: torch.Tensor | None
 ) -> None:
     """Write the draft's folder; layers whose parts the family keeps apart are taken apart again."""
+    tensors = student.tensors()
+    kind = "head" if FUSE in tensors else "layers"
     save_draft(
         out,
         target_folder,
-        _apart(student.config, student.tensors()),
+        _apart(student.config, tensors, kind),
         num_layers=student.config.num_layers,
+        kind=kind,
         target=target,
         vocab_ids=ids_U,
     )
 
 
-def _apart(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _apart(
+    config: ModelConfig, tensors: Mapping[str, torch.Tensor], kind: str
+) -> dict[str, torch.Tensor]:
     result: dict[str, torch.Tensor] = {}
-    for name, parts in own_parts(config).items():
+    for name, parts in own_parts(config, kind).items():
         rows = tensors[name].split([part.shape[0] for part in parts])
         result |= {part.source: piece for part, piece in zip(parts, rows, strict=True)}
     return result

@@ -24,19 +24,6 @@ FIRST_STATES = 0.35  # how much a feature head sees of states at first, beside t
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
-def spread_layers(num_layers: int, num_target_layers: int) -> list[int]:
-    """Which layers of a target a draft begins with: the first, the last, and evenly between."""
-    if not 1 <= num_layers <= num_target_layers:
-        raise ValueError(
-            f"layers: expected 1 to {num_target_layers}, as many as the target has, "
-            f"got {num_layers}"
-        )
-    if num_layers == 1:
-        return [0]
-    last = num_target_layers - 1
-    return [round(i * last / (num_layers - 1)) for i in range(num_layers)]
-
-
 class Student(nn.Module):
     """A small decoder over the target's embedding; the head is not part of it.
 

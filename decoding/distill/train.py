@@ -40,8 +40,8 @@ class TrainOptions:
     """
 
     loss: str = "forward_kl"
-    batch_tokens: int = 2048
-    learning_rate: float = 1e-3
+    batch_tokens: int = 256
+    learning_rate: float = 2e-3
     warm_up: int = 30
     clip: float = 1.0
     weight_decay: float = 0.0

@@ -16,15 +16,28 @@ from pagedraft.decoding.params import SamplingParams
 from pagedraft.model.config import ModelConfig
 from pagedraft.model.draft_folder import load_draft
 from pagedraft.model.transformer import Transformer
-from pagedraft.scheduler import distill_run, distill_texts
 from pagedraft.scheduler.cli import main
-from pagedraft.scheduler.distill_run import DistillOptions, DistillRun, Watch
+from pagedraft.scheduler.distill import texts as distill_texts
+from pagedraft.scheduler.distill.job import Watch
+from pagedraft.scheduler.distill.options import DistillOptions, Sizes
+from pagedraft.scheduler.distill.run import DistillRun
+from pagedraft.scheduler.distill.write import write
 from pagedraft.scheduler.llm import LLM
 from pagedraft.tests.model.tiny import save_tiny
 from pagedraft.tests.model.words import save_words
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
+SMALL = Sizes(
+    prompt_tokens=24,
+    tokens=12,
+    rows=4,
+    shard=4,
+    held_out=3,
+    own=3,
+    measured=1,
+    measured_tokens=8,
+)
 WORDS = ("the", "cab", "sat", "on", "a", "mat", "and", "said", "that", "it", "was", "good")
 
 
@@ -44,18 +57,6 @@ def prompts(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Short texts and a short report."""
-    monkeypatch.setattr(distill_run, "MAX_PROMPT_TOKENS", 24)
-    monkeypatch.setattr(distill_run, "MAX_TOKENS", 12)
-    monkeypatch.setattr(distill_run, "SHARD", 4)
-    monkeypatch.setattr(distill_run, "NUM_HELD_OUT", 3)
-    monkeypatch.setattr(distill_run, "NUM_OWN_TEXTS", 3)
-    monkeypatch.setattr(distill_run, "NUM_MEASURED", 1)
-    monkeypatch.setattr(distill_texts, "MAX_ROWS", 4)
-
-
 @pytest.fixture
 def options(target, prompts, tmp_path) -> DistillOptions:
     return DistillOptions(
@@ -67,6 +68,7 @@ def options(target, prompts, tmp_path) -> DistillOptions:
         held_out=0.2,
         texts=10,
         steps=6,
+        sizes=SMALL,
         train=TrainOptions(batch_tokens=64, learning_rate=3e-3, warm_up=2),
     )
 
@@ -126,14 +128,14 @@ class TestRun:
 
     def test_time_alone_decides_where_no_numbers_are_given(self, options):
         quick = replace(options, texts=None, steps=None, minutes=0.05)
-        outcome = DistillRun(quick).run()
-        assert outcome.facts["num_steps"] >= 1
-        assert sum(outcome.facts["seconds"].values()) < 60
+        run = DistillRun(quick)
+        assert run.run().facts["num_steps"] >= 1
+        assert sum(run.job.clock.seconds.values()) < 60
 
     def test_the_states_are_what_the_target_thinks(self, options, target):
         run = DistillRun(options)
         model = Transformer.from_folder(target, dtype=torch.bfloat16)
-        for text in run.write()[:3]:
+        for text in write(run.job)[:3]:
             probed, lse_N = distill_texts._judge(
                 distill_texts.Reader(model, len(text.token_ids)),
                 text.token_ids[: text.num_prompt].tolist(),
@@ -145,8 +147,8 @@ class TestRun:
     def test_greedy_texts_are_what_the_engine_writes(self, options, target):
         llm = LLM(target)
         run = DistillRun(options)
-        run.write()
-        for text in run.state.texts("held-out"):
+        write(run.job)
+        for text in run.job.state.texts("held-out"):
             prompt = text.token_ids[: text.num_prompt].tolist()
             [answer] = llm.generate(prompt, SamplingParams(max_tokens=12, temperature=0.0))
             assert answer.token_ids == text.output_ids.tolist()
@@ -166,7 +168,7 @@ class TestInterrupted:
         with pytest.raises(KeyboardInterrupt):
             DistillRun(options, Stop(method, count)).run()
         run = DistillRun(options)
-        assert run.state.is_resumed
+        assert run.job.state.is_resumed
         found = tensors(run.run().out)
         for name, tensor in tensors(whole).items():
             assert torch.equal(tensor, found[name]), name
@@ -218,6 +220,10 @@ class TestRefused:
             ({"texts": 0}, "--texts"),
             ({"steps": -1}, "--steps"),
             ({"on_policy": -1}, "--on-policy"),
+            ({"start": "middle"}, "--start: expected one of"),
+            ({"kind": "head", "layers": 2}, "--layers: a head has one layer"),
+            ({"kind": "head", "layers": (0, 1)}, "--layers: a head has one layer"),
+            ({"kind": "head", "on_policy": 1}, "--on-policy: a feature head"),
             ({"seed": -1}, "--seed"),
         ],
     )

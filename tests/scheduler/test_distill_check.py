@@ -14,8 +14,8 @@ from pagedraft.decoding.estimate_costs import Costs
 from pagedraft.decoding.estimate_text import Text
 from pagedraft.kernels.dispatch import use_implementation
 from pagedraft.model.transformer import Transformer
-from pagedraft.scheduler import distill_check
-from pagedraft.scheduler.distill_check import measure
+from pagedraft.scheduler.distill import check
+from pagedraft.scheduler.distill.check import measure
 from pagedraft.tests.decoding.distill.judged import near_model
 from pagedraft.tests.decoding.estimate_texts import PROMPT, tiny, written
 
@@ -77,14 +77,14 @@ def test_a_text_that_becomes_another_is_counted(target, near, held_out):
     assert found.num_rewritten == 1
 
 
-def run(tokens: int, seconds: float, first: int = 7) -> distill_check._Run:
-    return distill_check._Run((first,) * (tokens + 1), tokens, 5, 3, seconds)
+def run(tokens: int, seconds: float, first: int = 7) -> check._Run:
+    return check._Run((first,) * (tokens + 1), tokens, 5, 3, seconds)
 
 
-def trio(index: int, number: int, k: int, *seconds: float, first: int = 7) -> distill_check._Trio:
+def trio(index: int, number: int, k: int, *seconds: float, first: int = 7) -> check._Trio:
     before, during, after = seconds
     runs = run(10, before), run(10, during, first), run(10, after)
-    return distill_check._Trio(index, number, k, *runs)
+    return check._Trio(index, number, k, *runs)
 
 
 def test_speedups_are_medians_over_rounds_of_all_texts_together():
@@ -96,7 +96,7 @@ def test_speedups_are_medians_over_rounds_of_all_texts_together():
         trio(0, 2, 2, 1.0, 1.5, 1.0),
         trio(1, 2, 2, 3.0, 1.0, 3.0),  # round 2: 4 s against 2.5
     ]
-    found = distill_check._group(trios, [2])
+    found = check._group(trios, [2])
     [row] = found.rows
     assert row.round_speedups == (2.0, 1.0, 1.6)
     assert (row.speedup, row.tokens_per_second) == (1.6, 8.0)
@@ -108,12 +108,12 @@ def test_speedups_are_medians_over_rounds_of_all_texts_together():
 def test_noise_is_the_largest_of_four_fifths():
     differences = [1.0, 1.1, 1.2, 1.3, 9.0]
     trios = [trio(0, number, 1, 1.0, 1.0, after) for number, after in enumerate(differences)]
-    assert distill_check._group(trios, [1]).noise == pytest.approx(0.3)
+    assert check._group(trios, [1]).noise == pytest.approx(0.3)
 
 
 def test_a_changed_output_is_a_fault(target, near, held_out, monkeypatch):
     trios = [trio(0, 0, 2, 1.0, 0.5, 1.0), trio(0, 1, 2, 1.0, 0.5, 1.0, first=8)]
-    monkeypatch.setattr(distill_check, "_trios", lambda *a: [trios[a[-1]]])
+    monkeypatch.setattr(check, "_trios", lambda *a: [trios[a[-1]]])
     found = measure(target, near, held_out[:1], (2,), rounds=2)
     assert found.total.rows[0].num_same == 0
     expected = judge(target, {"after": near}, held_out[:1], repeats=1)

@@ -8,6 +8,7 @@ import torch
 from pagedraft.decoding.distill.start import (
     choose_vocabulary,
     coverage,
+    pick_layers,
     save_student,
     start_student,
 )
@@ -16,7 +17,6 @@ from pagedraft.decoding.distill.student import (
     FUSE,
     Student,
     first_fusion,
-    spread_layers,
 )
 from pagedraft.model.draft_folder import load_draft
 from pagedraft.model.kv_cache import KVCache
@@ -73,14 +73,16 @@ def test_saved_is_what_the_engine_loads(tmp_path, name):
     assert found_QV.isfinite().sum() == len(ids_U) * len(TOKENS)
 
 
-def test_layers_are_spread_from_first_to_last():
-    assert spread_layers(1, 30) == [0]
-    assert spread_layers(2, 30) == [0, 29]
-    assert spread_layers(4, 30) == [0, 10, 19, 29]
-    assert spread_layers(3, 3) == [0, 1, 2]
+def test_layers_are_the_first_the_last_or_spread():
+    assert pick_layers(2, 30, "first") == [0, 1]
+    assert pick_layers(2, 30, "last") == [28, 29]
+    assert pick_layers(1, 30, "even") == [0]
+    assert pick_layers(2, 30, "even") == [0, 29]
+    assert pick_layers(4, 30, "even") == [0, 10, 19, 29]
+    assert pick_layers(3, 3, "even") == [0, 1, 2]
     for wrong in (0, 4):
         with pytest.raises(ValueError, match="layers: expected 1 to 3"):
-            spread_layers(wrong, 3)
+            pick_layers(wrong, 3, "even")
 
 
 def test_a_target_without_so_many_layers_is_refused(tmp_path):

@@ -54,10 +54,8 @@ class _Lesson:
         self.states: list[torch.Tensor] = []
         self.lse: list[torch.Tensor] = []
 
-    def taught(self, request: Request) -> Taught | None:
-        """What there is to learn so far; None for next to nothing."""
-        if len(self.states) < MIN_OUTPUT or request.finish_reason == "error":
-            return None
+    def taught(self, request: Request, before_PE: torch.Tensor | None) -> Taught:
+        """What there is to learn so far. before_PE: states at the prompt's tokens."""
         num_prompt = request.sequence.num_prompt
         token_ids = request.sequence.token_ids[: num_prompt + len(self.states)]
         return Taught(
@@ -68,13 +66,15 @@ class _Lesson:
             self.encoded.prompt.kind,
             self.encoded.prompt.source,
             self.temperature,
+            before_PE,
         )
 
 
 class Writer:
     """Lets ``target`` continue prompts and keeps what its head read.
 
-    max_tokens: of a continuation. temperatures: of the texts in turn.
+    max_tokens: of a continuation. temperatures: of the texts in turn. with_prompts: keep what the
+        head would read at the prompts' tokens, too, which takes a second reading of them.
     """
 
     def __init__(
@@ -86,7 +86,9 @@ class Writer:
         max_tokens: int,
         temperatures: Sequence[float] = TEMPERATURES,
         max_rows: int = MAX_ROWS,
+        with_prompts: bool = False,
     ) -> None:
+        self._reader = Reader(target, max_prompt_tokens) if with_prompts else None
         self._llm = LLM(
             target,
             speculate="off",
@@ -135,7 +137,8 @@ class Writer:
                         lesson.lse.append(self._lse_Q[row])
                 for request in [request for request in lessons if request.finished]:
                     index, lesson = lessons.pop(request)
-                    yield index, lesson.taught(request)
+                    is_little = len(lesson.states) < MIN_OUTPUT or request.finish_reason == "error"
+                    yield index, None if is_little else self._taught(request, lesson)
         finally:
             for request in lessons:
                 engine.abort(request)
@@ -149,6 +152,16 @@ class Writer:
         )
         request = self._llm.submit(list(encoded.token_ids), params)
         return request, _Lesson(encoded, temperature)
+
+    def _taught(self, request: Request, lesson: _Lesson) -> Taught:
+        before_PE = None
+        if self._reader is not None:
+            prompt_ids = list(lesson.encoded.token_ids)
+            states_PE = torch.zeros(0, self._llm.target.config.embed_dim)
+            if len(prompt_ids) > 1:
+                states_PE, _ = _judge(self._reader, prompt_ids[:1], prompt_ids[1:])
+            before_PE = _as_fp16(states_PE)
+        return lesson.taught(request, before_PE)
 
     def _forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
         """The target's pass; keeps the rows that its head read."""

@@ -13,9 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from pagedraft.decoding.distill.losses import LOSSES
+from pagedraft.decoding.distill.start import STARTS
 from pagedraft.decoding.distill.train import Progress as StepProgress
 from pagedraft.decoding.distill.train import TrainOptions
-from pagedraft.scheduler.distill_run import KINDS, DistillOptions, DistillRun, Watch
+from pagedraft.scheduler.distill.job import Watch
+from pagedraft.scheduler.distill.options import DistillOptions
+from pagedraft.scheduler.distill.run import DistillRun
+
+UNROLL = 2  # drafts in a row that a head learns to make
 
 
 def add_distill_command(commands: Any) -> None:
@@ -29,12 +34,17 @@ def add_distill_command(commands: Any) -> None:
     )
     parser.add_argument("--target", default="demo", help="local folder, hub id or demo (demo)")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the draft's folder")
-    parser.add_argument("--kind", default="layers", help=f"one of {', '.join(KINDS)} (layers)")
+    parser.add_argument(
+        "--kind", default="layers", help="layers, or head: one layer over the target's states"
+    )
     parser.add_argument(
         "--layers",
         type=_layers,
-        default=2,
-        help="of the draft: how many of the target's, from first to last, or which: 0,14,29 (2)",
+        default=None,
+        help="of the draft: how many of the target's, or which: 0,14,29 (2; 1 for a head)",
+    )
+    parser.add_argument(
+        "--start", default="first", help=f"from where they are taken: {', '.join(STARTS)} (first)"
     )
     parser.add_argument(
         "--vocab", type=int, default=16384, help="most tokens that it may propose (16384)"
@@ -54,7 +64,7 @@ def add_distill_command(commands: Any) -> None:
     parser.add_argument(
         "--loss", default="forward_kl", help=f"one of {', '.join(LOSSES)} (forward_kl)"
     )
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its highest (1e-3)")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="at its highest (2e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, texts and batches (0)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--keep", action="store_true", help="keep texts and checkpoint afterwards")
@@ -76,6 +86,7 @@ def run_distill(args: argparse.Namespace) -> int:
         out=args.out,
         kind=args.kind,
         layers=args.layers,
+        start=args.start,
         vocab=args.vocab,
         minutes=args.minutes,
         prompts=args.prompts,
@@ -85,7 +96,12 @@ def run_distill(args: argparse.Namespace) -> int:
         on_policy=args.on_policy,
         seed=args.seed,
         device=args.device,
-        train=TrainOptions(loss=args.loss, learning_rate=args.learning_rate, seed=args.seed),
+        train=TrainOptions(
+            loss=args.loss,
+            learning_rate=args.learning_rate,
+            seed=args.seed,
+            unroll=UNROLL if args.kind == "head" else 1,
+        ),
     )
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with Bars(console) as bars:
@@ -93,11 +109,11 @@ def run_distill(args: argparse.Namespace) -> int:
         try:
             outcome = run.run()
         except KeyboardInterrupt:
-            bars.say(f"interrupted; the same command goes on from {run.state.path}")
+            bars.say(f"interrupted; the same command goes on from {run.job.state.path}")
             raise
     verdict = run.report(outcome, command=command_line(sys.argv[1:]))
     if not args.keep:
-        run.state.remove()
+        run.job.state.remove()
     console.print(f"draft in {outcome.out}: {verdict}")
     console.print(f"report in {outcome.out / 'report.md'}")
     return 0

@@ -1,0 +1,155 @@
+"""What the phases of a distillation share: options, prompts, the target, a clock, a watcher."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pagedraft.decoding.distill.prompts import (
+    Encoded,
+    Split,
+    demo_prompts,
+    encode_prompts,
+    read_prompts,
+    split,
+)
+from pagedraft.decoding.distill.run_folder import RunFolder
+from pagedraft.decoding.distill.train import Progress
+from pagedraft.decoding.load import load_model, load_tokenizer
+from pagedraft.model.config import ModelConfig
+from pagedraft.model.demo import resolve_model
+from pagedraft.model.draft_save import check_replaceable
+from pagedraft.model.fingerprint import fingerprint
+from pagedraft.model.transformer import Transformer
+from pagedraft.scheduler.distill.options import DistillOptions
+
+
+class Watch:
+    """What a run tells of itself; this one tells nobody.
+
+    say: a line. writing: so many texts and tokens, and which share of the phase is done.
+    training: after each step. checking: the held-out texts after step ``step``.
+    """
+
+    def say(self, line: str) -> None: ...
+
+    def writing(self, num_texts: int, num_tokens: int, share: float) -> None: ...
+
+    def training(self, step: int, num_steps: int, progress: Progress) -> None: ...
+
+    def checking(self, step: int, progress: Progress) -> None: ...
+
+
+class Clock:
+    """Seconds that the phases of a run have taken, over all its interruptions."""
+
+    def __init__(self, minutes: float, state: RunFolder) -> None:
+        self.seconds: dict[str, float] = state.read("seconds") or {}
+        self._total = 60 * minutes
+        self._state = state
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Callable[[float], float]]:
+        """Times a phase; gives the ``time.perf_counter`` at which a share of the run is spent."""
+        began = time.perf_counter()
+        spent = sum(self.seconds.values())
+
+        def deadline(share: float) -> float:
+            return began + max(0.0, share * self._total - spent)
+
+        try:
+            yield deadline
+        finally:
+            passed = time.perf_counter() - began
+            self.seconds[name] = self.seconds.get(name, 0.0) + passed
+            self._state.write("seconds", self.seconds)
+
+
+@dataclass(frozen=True)
+class Job:
+    """folder: the target's. layers: those of the target that the draft begins with.
+
+    max_prompt_tokens, max_tokens: of a prompt and of a continuation.
+    """
+
+    options: DistillOptions
+    watch: Watch
+    folder: Path
+    layers: list[int]
+    split: Split
+    state: RunFolder
+    clock: Clock
+    target: Transformer
+    train_prompts: list[Encoded]
+    held_out_prompts: list[Encoded]
+    max_prompt_tokens: int
+    max_tokens: int
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change on the way."""
+        return _settings(self.options, self.folder, self.layers, self.split)
+
+
+def prepare(options: DistillOptions, watch: Watch) -> Job:
+    """Check everything that can be checked, and load the target. ValueError says what is wrong."""
+    check_replaceable(options.out)
+    folder = resolve_model(options.target)
+    config = ModelConfig.from_folder(folder)
+    layers = options.choose_layers(config.num_layers)
+    max_prompt_tokens = min(options.sizes.prompt_tokens, config.max_positions // 2)
+    max_tokens = min(options.sizes.tokens, config.max_positions - max_prompt_tokens)
+    prompts = (
+        demo_prompts(options.seed) if options.prompts is None else read_prompts(options.prompts)
+    )
+    sides = split(prompts, options.held_out, options.seed)
+    target = load_model(options.target, device=options.device)
+    tokenizer = load_tokenizer(target)
+    if tokenizer is None:
+        raise ValueError(f"--target: {folder} has no tokenizer, so it cannot read prompts")
+    train, held_out = (
+        encode_prompts(side, tokenizer, max_prompt_tokens) for side in (sides.train, sides.held_out)
+    )
+    for name, side in (("train", train), ("be held out", held_out)):
+        if not side:
+            raise ValueError(f"--prompts: expected prompts to {name}, got none that has tokens")
+    state = RunFolder(options.out, _settings(options, folder, layers, sides))
+    if state.is_resumed:
+        watch.say(f"going on with the run in {state.path}")
+    return Job(
+        options,
+        watch,
+        folder,
+        layers,
+        sides,
+        state,
+        Clock(options.minutes, state),
+        target,
+        train,
+        held_out,
+        max_prompt_tokens,
+        max_tokens,
+    )
+
+
+def _settings(
+    options: DistillOptions, folder: Path, layers: list[int], sides: Split
+) -> dict[str, Any]:
+    return {
+        "target": str(options.target),
+        "target_sha256": fingerprint(folder),
+        "kind": options.kind,
+        "layers": layers,
+        "vocab": options.vocab,
+        "minutes": options.minutes,
+        "texts": options.texts,
+        "steps": options.steps,
+        "on_policy": options.on_policy,
+        "seed": options.seed,
+        "train": asdict(options.train),
+        "sizes": asdict(options.sizes),
+        "prompts_sha256": sides.hashes,
+    }
