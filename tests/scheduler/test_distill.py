@@ -19,7 +19,7 @@ from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.cli import main
 from pagedraft.scheduler.distill import texts as distill_texts
 from pagedraft.scheduler.distill.job import Watch
-from pagedraft.scheduler.distill.options import DistillOptions, Sizes
+from pagedraft.scheduler.distill.options import KINDS, DistillOptions, Sizes
 from pagedraft.scheduler.distill.run import DistillRun
 from pagedraft.scheduler.distill.write import write
 from pagedraft.scheduler.llm import LLM
@@ -91,7 +91,10 @@ class Stop(Watch):
 
 
 class TestRun:
-    def test_makes_a_draft_that_the_engine_uses_and_a_report(self, options, target):
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_makes_a_draft_that_the_engine_uses_and_a_report(self, options, target, kind):
+        unroll = 2 if kind == "head" else 1
+        options = replace(options, kind=kind, train=replace(options.train, unroll=unroll))
         run = DistillRun(options)
         outcome = run.run()
         verdict = run.report(outcome, "pagedraft distill")
@@ -170,6 +173,16 @@ class TestInterrupted:
         run = DistillRun(options)
         assert run.job.state.is_resumed
         found = tensors(run.run().out)
+        for name, tensor in tensors(whole).items():
+            assert torch.equal(tensor, found[name]), name
+
+    @pytest.mark.parametrize(("method", "count"), [("writing", 5), ("training", 3)])
+    def test_a_head_goes_on_too(self, options, tmp_path, method, count):
+        options = replace(options, kind="head", train=replace(options.train, unroll=2))
+        whole = DistillRun(replace(options, out=tmp_path / "whole")).run().out
+        with pytest.raises(KeyboardInterrupt):
+            DistillRun(options, Stop(method, count)).run()
+        found = tensors(DistillRun(options).run().out)
         for name, tensor in tensors(whole).items():
             assert torch.equal(tensor, found[name]), name
 
