@@ -25,10 +25,12 @@ from pagedraft.decoding.drafters.base import Drafter, is_lookup
 from pagedraft.decoding.drafters.draft_model import check_vocabularies
 from pagedraft.decoding.drafters.table import DRAFTERS, Setup
 from pagedraft.decoding.estimate_costs import REPEATS, Costs, measure_costs
-from pagedraft.decoding.estimate_forced import Agreement, compare
+from pagedraft.decoding.estimate_forced import Agreement
 from pagedraft.decoding.estimate_text import Reader, Text
+from pagedraft.decoding.estimate_unrolled import compare_places
 from pagedraft.decoding.estimate_walk import Walk, replay, walk
 from pagedraft.decoding.params import check_int
+from pagedraft.model.feature_head import FeatureHead
 from pagedraft.model.transformer import Transformer
 
 Rule = Literal["match", "rejection"]
@@ -64,7 +66,9 @@ class Estimate:
 
     num_tokens: of the texts, without each one's first, which no draft can be.
     equal, greedy, alpha: means over the positions, see Agreement; ``equal`` of a lookup is how
-        often its first draft is right where it is asked. None where there is no draft model.
+        often its first draft is right where it is asked. None where there is no draft model. Of a
+        feature head they are those of first drafts: later ones, which rest on its own guesses, are
+        drafted from every position, and rows count what became of them.
     rows: by rule, then by k from 1 on. No rows of "rejection" where it is the same rule: without a
         temperature, and in expectation for lookups, whose drafts are no draws.
     """
@@ -138,8 +142,9 @@ def estimate(
     check_inputs(target, texts, draft, name, max_drafts)
     max_drafts = min(max_drafts, max(len(text.output_ids) for text in texts) - 1)
     num_tokens = max(len(text.token_ids) for text in texts) + max_drafts
-    reader = Reader(target, num_tokens, kv_dtype)
-    own = None if draft is None else Reader(draft, num_tokens, kv_dtype)
+    reader = Reader(target, num_tokens, kv_dtype, keeps_states=isinstance(draft, FeatureHead))
+    beside: dict[str, Any] = {"target": reader, "num_places": max_drafts}
+    own = None if draft is None else Reader(draft, num_tokens, kv_dtype, **beside)
     setup = Setup(target, reader.cache, draft, None if own is None else own.cache)
     made = DRAFTERS[name](setup)
     text, num_context = median_context(texts)
@@ -154,7 +159,7 @@ def estimate(
     if not isinstance(model, Transformer):
         raise ValueError(f"drafter: {name!r} is neither a lookup nor drafts with a model")
     second = own or Reader(model, num_tokens, kv_dtype)
-    agreements = [compare(reader, second, text) for text in texts]
+    agreements = [compare_places(reader, second, text, max_drafts) for text in texts]
     walks = {k: walk_texts(agreements, "equal_n", texts, k) for k in ks}
     rows = _rows("match", walks, costs)
     if any(text.temperature > 0 for text in texts):
@@ -209,9 +214,9 @@ def walk_texts(
     """The walk over each text of a model that is right as ``field`` of the agreements says."""
     walks = []
     for agreement, text in zip(agreements, texts, strict=True):
-        accept_n, num_output = getattr(agreement, field), len(text.output_ids)
+        (accept_n, *later), num_output = agreement.by_place(field), len(text.output_ids)
         reach = len(accept_n) if len(accept_n) < num_output else None
-        one = walk(accept_n, k, num_output, text.max_tokens, reach)
+        one = walk(accept_n, k, num_output, text.max_tokens, reach, later)
         walks.append(replace(one, num_read=len(text.prompt_ids) if one.num_tokens else 0))
     return walks
 

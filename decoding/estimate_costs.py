@@ -32,6 +32,8 @@ class Costs:
     draft_seconds: proposing n drafts, at index n; index 0 is what asking in vain costs. Measured
         for 1 draft and for the most, and a line between.
     catch_up_seconds: what proposing takes longer after a step that accepted every draft.
+    reads_accepted: a feature head reads every draft that was accepted; then these are the seconds
+        for one of them, measured with as many as a step can accept.
     read_seconds: a draft model's for a token of a prompt; 0 for others.
     noise: by how much the median of the runs of a plain step is above that, as a share.
     """
@@ -42,6 +44,7 @@ class Costs:
     catch_up_seconds: float = 0.0
     read_seconds: float = 0.0
     noise: float = 0.0
+    reads_accepted: bool = False
 
     def plain_seconds(self, num_tokens: int) -> float:
         """Decoding ``num_tokens`` tokens one by one."""
@@ -51,7 +54,12 @@ class Costs:
         """Decoding as ``walk`` does."""
         steps = zip(walk.passes_n, self.step_seconds, self.draft_seconds, strict=False)
         seconds = sum(count * (step + draft) for count, step, draft in steps)
-        return seconds + walk.num_full * self.catch_up_seconds + walk.num_read * self.read_seconds
+        return seconds + self.reading_again(walk) + walk.num_read * self.read_seconds
+
+    def reading_again(self, walk: Walk) -> float:
+        """Reading drafts that were accepted, in all passes of ``walk``."""
+        count = walk.num_accepted if self.reads_accepted else walk.num_full
+        return count * self.catch_up_seconds
 
 
 def measure_costs(
@@ -85,7 +93,9 @@ def measure_costs(
         sequence.num_draft_written = num_context - 1 - num_missing
         drafter.propose([sequence], [num_drafts])
 
-    tasks: dict[Any, Callable[[], None]] = {"catch up": partial(propose, 1, num_context > 1)}
+    reads_accepted = bool(getattr(drafter, "reads_accepted", False))
+    num_missing = min(max_drafts if reads_accepted else 1, num_context - 1)
+    tasks: dict[Any, Callable[[], None]] = {"catch up": partial(propose, 1, num_missing)}
     if draft is not None:
         tasks["read"] = partial(draft.skip, token_ids[:num_context])
     for n in range(max_drafts + 1):  # drafting and steps in turn, as decoding runs them
@@ -101,9 +111,10 @@ def measure_costs(
         num_context,
         _rising([low["step", n] for n in range(max_drafts + 1)]),
         (first if is_lookup(drafter) else 0.0, *(first + slope * n for n in range(max_drafts))),
-        0.0 if is_lookup(drafter) else max(0.0, low["catch up"] - first),
+        0.0 if is_lookup(drafter) else max(0.0, low["catch up"] - first) / max(1, num_missing),
         low["read"] / num_context if draft is not None else 0.0,
         plain[len(plain) // 2] / low["step", 0] - 1.0,
+        reads_accepted,
     )
 
 

@@ -2,13 +2,13 @@
 
 Both are *teacher-forced*: at every position they see the text, not what they would have written.
 Whether a draft is accepted depends on nothing else, because a draft counts only where all before it
-became part of the text.
+became part of the text. A feature head sees more than tokens: estimate_unrolled.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,6 +28,9 @@ class Agreement:
         how likely rejection sampling accepts a draft there.
     accept_n: min(1, q / p) at the text's token: how likely it accepted the draft, given that this
         is the token it went on with. Its mean over texts drawn from p is that of alpha.
+    later: the same at the second place of a pass, the third, and so on, where a draft's chance
+        depends on its place; empty where it does not. The pass began as many tokens earlier; where
+        it would have begun before the output there is a wrong draft.
 
     Source of alpha and of the rule: Leviathan et al., "Fast Inference from Transformers via
     Speculative Decoding" (ICML 2023).
@@ -37,6 +40,11 @@ class Agreement:
     greedy_n: list[bool]
     alpha_n: list[float]
     accept_n: list[float]
+    later: list[Agreement] = field(default_factory=list)
+
+    def by_place(self, name: str) -> list[list[float]]:
+        """One of the lists at each place, the last one being that of all places after it."""
+        return [getattr(one, name) for one in (self, *self.later)]
 
 
 @torch.inference_mode()
@@ -47,7 +55,7 @@ def compare(target: Reader, draft: Reader, text: Text) -> Agreement:
     """
     num_prompt, token_ids = len(text.prompt_ids), text.token_ids
     result = Agreement([], [], [], [])
-    end = _readable(draft, token_ids)
+    end = readable(draft, token_ids)
     if end <= num_prompt:
         return result
     for reader in (target, draft):
@@ -57,12 +65,12 @@ def compare(target: Reader, draft: Reader, text: Text) -> Agreement:
         last = min(first + LOGIT_ROWS, end)
         fed, drawn = token_ids[first - 1 : last - 1], token_ids[first:last]
         p_logits_QV, q_logits_QV = target.read(fed, first - 1), draft.read(fed, first - 1)
-        _add(result, p_logits_QV, q_logits_QV, sequence, drawn)
+        add_rows(result, p_logits_QV, q_logits_QV, sequence, drawn)
         sequence.append(drawn)
     return result
 
 
-def _readable(draft: Reader, token_ids: Seq[int]) -> int:
+def readable(draft: Reader, token_ids: Seq[int]) -> int:
     """Index of the first token that the draft model can propose no more."""
     vocab_size, positions = draft.model.config.vocab_size, draft.model.config.max_positions
     unknown = (i for i, token in enumerate(token_ids) if token >= vocab_size)
@@ -70,7 +78,7 @@ def _readable(draft: Reader, token_ids: Seq[int]) -> int:
     return min(len(token_ids), positions + 1, next(unknown, len(token_ids)) + 1)
 
 
-def _add(
+def add_rows(
     result: Agreement,
     p_logits_QV: torch.Tensor,
     q_logits_QV: torch.Tensor,

@@ -9,7 +9,8 @@ import torch
 
 from pagedraft.decoding.logit_rules import NEUTRAL, LogitRules
 from pagedraft.decoding.sequence import Sequence
-from pagedraft.model.batch import Span, build_step_batch
+from pagedraft.model.batch import Span, StepBatch, build_step_batch
+from pagedraft.model.feature_head import FeatureHead, states_before
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Observe, Transformer
 
@@ -62,16 +63,42 @@ class Reader:
     """A model with a pool for one sequence of ``num_tokens`` tokens.
 
     kv_dtype: what the pool stores; None for the dtype of the model's activations.
+    keeps_states: the pool keeps the states that a feature head reads.
+    target: for a feature head, whose states it reads: that reader has read the same tokens before.
+    num_places: drafts of a pass that a feature head is to be asked for at every position.
+
+    states_QE: a feature head's of the last call of ``read``. scratch_ids: blocks for the KV of
+    LOGIT_ROWS passes.
     """
 
     def __init__(
-        self, model: Transformer, num_tokens: int, kv_dtype: torch.dtype | None = None
+        self,
+        model: Transformer,
+        num_tokens: int,
+        kv_dtype: torch.dtype | None = None,
+        *,
+        keeps_states: bool = False,
+        target: Reader | None = None,
+        num_places: int = 1,
     ) -> None:
-        num_blocks = 1 + -(-num_tokens // BLOCK_SIZE)
-        stored = kv_dtype or model.activation_dtype
+        end = 1 + -(-num_tokens // BLOCK_SIZE)
+        num_scratch = 0
+        if isinstance(model, FeatureHead) and num_places > 1:
+            # The KV of n guesses begins anywhere in a block.
+            num_scratch = LOGIT_ROWS * (1 + -(-(num_places - 1) // BLOCK_SIZE))
         self.model = model
-        self.cache = KVCache(model.config, num_blocks, BLOCK_SIZE, stored, model.device)
-        self.block_ids = list(range(1, num_blocks))
+        self.target = target
+        self.cache = KVCache(
+            model.config,
+            end + num_scratch,
+            BLOCK_SIZE,
+            kv_dtype or model.activation_dtype,
+            model.device,
+            features_dtype=model.activation_dtype if keeps_states else None,
+        )
+        self.block_ids = list(range(1, end))
+        self.scratch_ids = list(range(end, end + num_scratch))
+        self.states_QE: torch.Tensor | None = None
 
     def skip(self, token_ids: Seq[int]) -> None:
         """Write the KV of a context from its first token on."""
@@ -88,12 +115,22 @@ class Reader:
     def _forward(
         self, token_ids: Seq[int], start: int, num_logits: int, observe: Observe | None = None
     ) -> torch.Tensor:
+        span = Span(token_ids, start, self.block_ids, num_logits)
         batch = build_step_batch(
-            [Span(token_ids, start, self.block_ids, num_logits)],
+            [span],
             block_size=BLOCK_SIZE,
             device=self.model.device,
             row_multiple=self.model.row_multiple,
         )
+        if isinstance(self.model, FeatureHead):
+            return self._forward_head(self.model, batch, span)
         if observe is None:
             return self.model.forward(batch, self.cache)
         return self.model.forward(batch, self.cache, observe)
+
+    def _forward_head(self, model: FeatureHead, batch: StepBatch, span: Span) -> torch.Tensor:
+        if self.target is None:
+            raise ValueError("target: expected a reader of the states that a feature head reads")
+        before_TE = states_before(self.target.cache, [span], batch.tokens_T.shape[0])
+        logits_QV, self.states_QE = model.forward(batch, self.cache, before_TE)
+        return logits_QV

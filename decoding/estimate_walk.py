@@ -86,7 +86,12 @@ def _sum(a: list[float], b: list[float]) -> list[float]:
 
 
 def walk(
-    accept_n: Sequence[float], k: int, num_output: int, max_tokens: int, reach: int | None = None
+    accept_n: Sequence[float],
+    k: int,
+    num_output: int,
+    max_tokens: int,
+    reach: int | None = None,
+    later: Sequence[Sequence[float]] = (),
 ) -> Walk:
     """Decode an output of ``num_output`` tokens with at most ``k`` drafts a pass.
 
@@ -94,7 +99,10 @@ def walk(
         were. With zeros and ones the walk is the one that decoding takes.
     max_tokens: the request's: no more drafts than could be kept.
     reach: output tokens that the drafter is able to propose; None for all.
+    later: as accept_n for the second draft of a pass, the third, and so on, the last one for all
+        after it; empty where the place does not matter.
     """
+    by_place = [accept_n, *later]
     result = Walk([0.0] * (k + 1), max(0, num_output - 1))
     visits = [0.0] * (num_output + 1)
     visits[min(1, num_output)] = 1.0
@@ -106,7 +114,7 @@ def walk(
         result.passes_n[drafts] += visits[start]
         chance = visits[start]  # that a pass begins here and all drafts so far are accepted
         for place in range(start, min(start + drafts, num_output)):
-            accepted = chance * accept_n[place]
+            accepted = chance * by_place[min(place - start, len(later))][place]
             result.count(place - start, visits[start], chance, accepted)
             visits[min(place + 1, num_output)] += chance - accepted
             result.num_accepted += accepted

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
+from typing import Any
 
 import torch
 
@@ -26,9 +27,11 @@ from pagedraft.decoding.estimate import (
     walk_texts,
 )
 from pagedraft.decoding.estimate_costs import REPEATS, Costs, measure_costs
-from pagedraft.decoding.estimate_forced import Agreement, compare
+from pagedraft.decoding.estimate_forced import Agreement
 from pagedraft.decoding.estimate_text import Reader, Text
+from pagedraft.decoding.estimate_unrolled import compare_places
 from pagedraft.decoding.estimate_walk import Walk
+from pagedraft.model.feature_head import FeatureHead
 from pagedraft.model.transformer import Observe, Transformer
 
 NGRAM = "ngram"
@@ -63,7 +66,8 @@ def judge(
     texts = [one.text for one in held_out]
     _check(target, drafts, held_out, max_drafts)
     max_drafts = min(max_drafts, max(len(text.output_ids) for text in texts) - 1)
-    judged = _Judge(target, held_out, max_drafts, kv_dtype, repeats)
+    has_head = any(isinstance(draft, FeatureHead) for draft in drafts.values())
+    judged = _Judge(target, held_out, max_drafts, kv_dtype, repeats, keeps_states=has_head)
     drafters = {name: judged.model(name, draft) for name, draft in drafts.items()}
     drafters[NGRAM] = judged.lookup(NGRAM)
     device = target.device
@@ -85,6 +89,8 @@ class _Judge:
         max_drafts: int,
         kv_dtype: torch.dtype | None,
         repeats: int,
+        *,
+        keeps_states: bool,
     ) -> None:
         self.target = target
         self.texts = [one.text for one in held_out]
@@ -93,15 +99,18 @@ class _Judge:
         self.num_tokens = max(len(text.token_ids) for text in self.texts) + max_drafts
         self.kv_dtype = kv_dtype
         self.repeats = repeats
-        self.reader = _NumbersOnly(target, self.num_tokens, kv_dtype, "target")
+        self.reader = _NumbersOnly(
+            target, self.num_tokens, kv_dtype, "target", keeps_states=keeps_states
+        )
         self._costs: list[tuple[object, int, Costs]] = []
 
     def model(self, name: str, draft: Transformer) -> DrafterFigures:
         """The figures of a draft model."""
-        own = _NumbersOnly(draft, self.num_tokens, self.kv_dtype, f"drafts[{name!r}]")
+        beside: dict[str, Any] = {"target": self.reader, "num_places": self.max_drafts}
+        own = _NumbersOnly(draft, self.num_tokens, self.kv_dtype, f"drafts[{name!r}]", **beside)
         # Greedy rows would keep one token each, and alpha would be the agreement once more.
         warm = [replace(text, temperature=1.0) for text in self.texts]
-        agreements = [compare(self.reader, own, text) for text in warm]
+        agreements = [compare_places(self.reader, own, text, self.max_drafts) for text in warm]
         walks = [
             walk_texts(agreements, "greedy_n", self.texts, k) for k in range(1, self.max_drafts + 1)
         ]
@@ -150,9 +159,14 @@ class _NumbersOnly(Reader):
     """A reader that refuses NaN, which would else count as a wrong draft."""
 
     def __init__(
-        self, model: Transformer, num_tokens: int, kv_dtype: torch.dtype | None, name: str
+        self,
+        model: Transformer,
+        num_tokens: int,
+        kv_dtype: torch.dtype | None,
+        name: str,
+        **options: Any,
     ) -> None:
-        super().__init__(model, num_tokens, kv_dtype)
+        super().__init__(model, num_tokens, kv_dtype, **options)
         self.name = name
 
     def read(
@@ -197,7 +211,7 @@ def _pay(k: int, walk: Walk, costs: Costs) -> Pay:
         drafts_per_pass=walk.num_drafts / num_passes,
         verify=math.fsum(count * step for count, step, _ in counts) / num_passes / plain,
         drafting=math.fsum(count * draft for count, _, draft in counts) / num_passes / plain,
-        catch_up=walk.num_full * costs.catch_up_seconds / num_passes / plain,
+        catch_up=costs.reading_again(walk) / num_passes / plain,
         reading=walk.num_read * costs.read_seconds / num_passes / plain,
     )
 

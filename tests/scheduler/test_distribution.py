@@ -14,6 +14,7 @@ import gc
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 
 from pagedraft.decoding.drafters.base import Drafter, Proposal
 from pagedraft.decoding.drafters.draft_model import DraftModelDrafter
+from pagedraft.decoding.drafters.feature_head import FeatureHeadDrafter
 from pagedraft.decoding.params import (
     MODEL_DEFAULTS,
     LogitsProcessor,
@@ -34,11 +36,13 @@ from pagedraft.decoding.verify import verify_rows
 from pagedraft.kernels.dispatch import use_implementation
 from pagedraft.model.batch import Span, build_step_batch
 from pagedraft.model.draft_folder import load_draft
+from pagedraft.model.feature_head import FeatureHead
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.llm import LLM
 from pagedraft.tests.kernels.sample_inputs import Row, plain_probabilities
 from pagedraft.tests.model.drafts import save_layers
+from pagedraft.tests.model.feature_heads import save_head
 from pagedraft.tests.model.tiny import save_tiny
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
@@ -100,8 +104,10 @@ def models(tmp_path_factory) -> Models:
         return Models(*(Transformer.from_folder(root / name) for name in Models._fields))
 
 
-def _cache(model: Transformer) -> KVCache:
-    return KVCache(model.config, NUM_ROWS + 1, BLOCK_SIZE, model.activation_dtype, model.device)
+def _cache(model: Transformer, *, keeps_states: bool = False) -> KVCache:
+    dtype = model.activation_dtype
+    options = {"features_dtype": dtype if keeps_states else None}
+    return KVCache(model.config, NUM_ROWS + 1, BLOCK_SIZE, dtype, model.device, **options)
 
 
 def _forward(model: Transformer, cache: KVCache, spans: list[Span]) -> torch.Tensor:
@@ -145,7 +151,10 @@ def counted(
     verify: Verify = verify_rows,
 ) -> torch.Tensor:
     """Counts of the continuations, [VOCAB_SIZE ** LENGTH]: the engine's parts, in large batches."""
-    caches = [_cache(model) for model in models]
+    is_head = isinstance(models.draft, FeatureHead)
+    caches = [_cache(models.target, keeps_states=is_head), _cache(models.draft)]
+    if is_head:
+        make_drafter = partial(FeatureHeadDrafter, target_cache=caches[0])
     drafter = make_drafter(
         models.draft, caches[1], target_vocab_size=VOCAB_SIZE, catch_up_tokens=10**9
     )
@@ -234,6 +243,17 @@ def test_a_draft_that_proposes_few_tokens(models, tmp_path, accept):
     few = models._replace(draft=load_draft(folder, models.target))
     params, row = RULES["rules"]
     counts_n = counted(few, replace(params, accept=accept), 10_000)
+    assert p_value(counts_n, exact_probabilities(models.target, row)) > FALSE_ALARM
+
+
+@pytest.mark.usefixtures("reference_draws")
+@pytest.mark.parametrize("accept", ["rejection", "block"])
+def test_a_feature_head(models, tmp_path, accept):
+    """Each draft's q is that of the states it was drawn after: the target's, then guesses."""
+    folder = save_head(tmp_path / "draft", models.target.folder, states=0.2)
+    head = models._replace(draft=load_draft(folder, models.target))
+    params, row = RULES["rules"]
+    counts_n = counted(head, replace(params, accept=accept), 10_000)
     assert p_value(counts_n, exact_probabilities(models.target, row)) > FALSE_ALARM
 
 

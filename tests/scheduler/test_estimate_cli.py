@@ -14,10 +14,12 @@ from pagedraft.decoding.estimate_costs import Costs
 from pagedraft.decoding.estimate_text import Text
 from pagedraft.decoding.params import MODEL_DEFAULTS, SamplingParams, logit_rules
 from pagedraft.kernels.dispatch import use_implementation
+from pagedraft.model.draft_folder import load_draft
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.cli import main
 from pagedraft.scheduler.estimate_check import Measured, measure
 from pagedraft.scheduler.llm import LLM
+from pagedraft.tests.model.feature_heads import save_head
 from pagedraft.tests.model.tiny import save_tiny, tiny_model
 from pagedraft.tests.scheduler.runs import random_prompts
 
@@ -99,6 +101,23 @@ def test_predicted_passes_are_those_of_the_engine(models, monkeypatch, temperatu
     measured = measure(target, draft, texts, only)
     assert (measured.k, measured.num_tokens) == (k, found.num_tokens)
     assert measured.num_passes == rows[0].num_passes
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_predicted_passes_of_a_feature_head(monkeypatch, temperature, k, tmp_path):
+    """Whose drafts are right more often at the first place of a pass than at later ones."""
+    save_tiny(tmp_path / "target", "llama", num_hidden_layers=1, eos_token_id=STOP_IDS[0])
+    target = Transformer.from_folder(tmp_path / "target")
+    head = load_draft(save_head(tmp_path / "head", tmp_path / "target", states=0.04), target)
+    texts = written(target, temperature)
+    with_best(k, monkeypatch)
+    found = estimate(target, texts, draft=head)
+    rows = [row for row in found.rows if (row.rule, row.k) == ("match", k)]
+    measured = measure(target, head, texts, Estimate(**{**vars(found), "rows": tuple(rows)}))
+    assert (measured.k, measured.num_tokens) == (k, found.num_tokens)
+    assert measured.num_passes == rows[0].num_passes
+    assert 0.2 < found.equal < 0.9
 
 
 def test_half_right_drafts_are_among_them(models, monkeypatch):

@@ -17,13 +17,14 @@ from pagedraft.decoding.single import generate_with_kv_cache, speculative_decode
 from pagedraft.kernels.dispatch import use_implementation
 from pagedraft.model.feature_graphs import FeatureHeadRunner
 from pagedraft.model.kv_cache import kv_bytes_per_token
-from pagedraft.scheduler import memory
+from pagedraft.scheduler import cli, memory
 from pagedraft.scheduler.async_engine import AsyncEngine
 from pagedraft.scheduler.graph_runners import graph_runners
 from pagedraft.scheduler.llm import LLM
 from pagedraft.scheduler.warm_up import warm_up
 from pagedraft.tests.model.feature_heads import Definition, head_tensors, save_head
 from pagedraft.tests.model.tiny import save_tiny
+from pagedraft.tests.model.words import save_words
 from pagedraft.tests.scheduler.runs import (
     GREEDY,
     mixed_params,
@@ -259,6 +260,28 @@ def test_memory_is_shared_by_kv_and_states(folders, monkeypatch):
     per_token += kv_bytes_per_token(head.config, torch.float32)
     assert llm.engine.pool.num_usable == -(-(2**20 // per_token) // 8)
     assert make(folders, None).engine.cache.features_NBE is None
+
+
+@pytest.mark.usefixtures("cpu_path")
+def test_by_its_folder_on_the_command_line(tmp_path, capsys):
+    """Generate as without it, and an estimate that holds what the engine then does."""
+    tokenizer = save_words(tmp_path / "target", "byte-level")
+    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 1}
+    save_tiny(tmp_path / "target", "llama-tied", dtype=torch.bfloat16, **sizes)
+    head = str(save_head(tmp_path / "head", tmp_path / "target", states=0.04, ids=range(0, 200, 2)))
+    arguments = ["generate", "some text", "--model", str(tmp_path / "target"), "--raw"]
+    arguments += ["--max-tokens", "9", "--kv-tokens", "256"]
+    assert cli.main([*arguments, "--speculate", "off"]) == 0
+    plain = capsys.readouterr().out
+    assert cli.main([*arguments, "--draft", head, "--weights", "int8"]) == 0
+    assert cli.main([*arguments, "--draft", head]) == 0
+    assert capsys.readouterr().out.endswith(plain)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("some text\nmore text\n")
+    arguments = ["estimate", "--model", str(tmp_path / "target"), "--prompts", str(prompts)]
+    arguments += ["--draft", head, "--draft-weights", "int8", "--check"]
+    assert cli.main([*arguments, "--max-tokens", "12", "--k", "2"]) == 0
+    assert "draft: alpha" in capsys.readouterr().out
 
 
 def test_interpreted_kernels(folders):
