@@ -29,7 +29,7 @@ class FeatureHeadDrafter:
     catch_up_tokens: as of DraftModelDrafter. last_num_rounds: passes in the last call of
     ``propose``. reads_accepted: a first pass feeds the drafts that were accepted before.
 
-    Raises ValueError for a target's pool without states.
+    Raises ValueError for a target's pool without states, or with states of another width.
     """
 
     name = "draft"
@@ -44,7 +44,9 @@ class FeatureHeadDrafter:
         target_vocab_size: int,
         catch_up_tokens: int = 512,
     ) -> None:
-        check_features(target_cache)
+        own, lent = model.config.embed_dim, check_features(target_cache).shape[-1]
+        if own != lent:
+            raise ValueError(f"draft: reads states of {own} numbers, the target's have {lent}")
         self.model = model
         self.cache = cache
         self.target_cache = target_cache

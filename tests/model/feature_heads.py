@@ -11,8 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from pagedraft.model.draft_format import FUSE_WEIGHT
 from pagedraft.model.draft_save import save_draft
+from pagedraft.model.kv_cache import KVCache
+from pagedraft.model.transformer import Transformer
 from pagedraft.tests.model.drafts import layers_of
 from pagedraft.tests.model.tiny import tiny_model
+
+BLOCK_SIZE = 8
 
 
 def head_tensors(target: Path, seed: int, states: float, tokens: float) -> dict[str, torch.Tensor]:
@@ -48,6 +52,18 @@ def save_head(
         target="the target",
         vocab_ids=None if ids is None else torch.tensor(ids),
     )
+
+
+def pool(model: Transformer, *, keeps_states: bool, num_blocks: int = 6) -> KVCache:
+    """A pool full of NaN."""
+    dtype = model.activation_dtype
+    cache = KVCache(
+        *(model.config, num_blocks, BLOCK_SIZE, dtype, model.device),
+        features_dtype=dtype if keeps_states else None,
+    )
+    for tensor in cache.tensors:
+        tensor.fill_(torch.nan)
+    return cache
 
 
 class Definition:

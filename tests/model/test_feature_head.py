@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from pagedraft.kernels.normed import Normed, finish_norm
+from pagedraft.kernels.rms_norm import rms_norm_ref
 from pagedraft.model.batch import Span
 from pagedraft.model.draft_folder import load_draft
-from pagedraft.model.draft_format import FUSE_WEIGHT
-from pagedraft.model.draft_save import save_draft
-from pagedraft.model.feature_graphs import FeatureHeadRunner
 from pagedraft.model.feature_head import FeatureHead, states_before
-from pagedraft.model.graph_shapes import GraphLimits
-from pagedraft.model.graphs import GraphRunner
 from pagedraft.model.kv_cache import KVCache, kv_bytes_per_token
+from pagedraft.model.last_rows import LastRows
 from pagedraft.model.transformer import Transformer
 from pagedraft.tests.compare import assert_same_bits
-from pagedraft.tests.model.drafts import layers_of
-from pagedraft.tests.model.feature_heads import Definition, head_tensors, save_head
+from pagedraft.tests.inputs import randn
+from pagedraft.tests.kernels.linear_inputs import EPS, squares_of
+from pagedraft.tests.model.feature_heads import (
+    BLOCK_SIZE,
+    Definition,
+    head_tensors,
+    pool,
+    save_head,
+)
 from pagedraft.tests.model.steps import random_spans, step
 from pagedraft.tests.model.tiny import save_tiny
 
-BLOCK_SIZE = 8
 TOKENS = [5, 9, 33, 7, 60, 61, 5, 9, 33, 8, 20, 90, 14]
 BLOCKS = [4, 2]
 FEEDS = {"at once": [13], "one by one": [1] * 13, "chunks": [5, 5, 3], "a block": [8, 5]}
@@ -43,16 +47,10 @@ def folders(tmp_path_factory) -> Path:
     return root
 
 
-def pool(model: Transformer, *, keeps_states: bool, num_blocks: int = 6) -> KVCache:
-    """A pool full of NaN."""
-    dtype = model.activation_dtype
-    cache = KVCache(
-        *(model.config, num_blocks, BLOCK_SIZE, dtype, model.device),
-        features_dtype=dtype if keeps_states else None,
-    )
-    for tensor in cache.tensors:
-        tensor.fill_(torch.nan)
-    return cache
+def kept(cache: KVCache) -> torch.Tensor:
+    """The states of TOKENS."""
+    assert cache.features_NBE is not None
+    return cache.features_NBE[BLOCKS].flatten(0, 1)[: len(TOKENS)]
 
 
 def feed(model: Transformer, cache: KVCache, lengths: list[int], num_logits: int) -> torch.Tensor:
@@ -65,12 +63,6 @@ def feed(model: Transformer, cache: KVCache, lengths: list[int], num_logits: int
         logits.append(model.forward(batch, cache))
         start += length
     return torch.cat(logits)
-
-
-def kept(cache: KVCache) -> torch.Tensor:
-    """The states of TOKENS."""
-    assert cache.features_NBE is not None
-    return cache.features_NBE[BLOCKS].flatten(0, 1)[: len(TOKENS)]
 
 
 @pytest.mark.usefixtures("cpu_path")
@@ -242,104 +234,24 @@ class TestStatesBefore:
 
 
 @pytest.mark.usefixtures("cpu_path")
-class TestGraphs:
-    @pytest.mark.parametrize("seed", range(4))
-    def test_replays_have_the_bits_of_the_pass(self, folders, seed):
-        head = load_draft(folders / "llama-head", Transformer.from_folder(folders / "llama"))
-        caches = [pool(head, keeps_states=False, num_blocks=32) for _ in range(2)]
-        for cache in caches:
-            for tensor in cache.tensors:
-                tensor.fill_(0.5)
-
-        def capture(run):
-            run()
-            return run
-
-        limits = GraphLimits(max_rows=4, max_drafts=3, max_kv_len=64)
-        runner = FeatureHeadRunner(head, caches[1], limits, capture=capture)
-        runner.capture_all()
-        for index in range(2):  # what the first leaves must not matter
-            spans = random_spans(seed + 9 * index, 1 + seed, 4, block_size=BLOCK_SIZE, context=30)
-            batch = step(head, spans, BLOCK_SIZE)
-            features_TE = torch.randn(batch.num_tokens, 80)
-            expected = head.forward(batch, caches[0], features_TE)
-            for one, other in zip(
-                runner.forward(batch, caches[1], features_TE), expected, strict=True
-            ):
-                assert_same_bits(one, other)
-        assert runner.num_replays == 2
-
-    def test_targets_keep_states_from_graphs(self, folders):
-        model = Transformer.from_folder(folders / "llama")
-        caches = [pool(model, keeps_states=True, num_blocks=32) for _ in range(2)]
-        limits = GraphLimits(max_rows=4, max_drafts=3, max_kv_len=64)
-
-        def capture(run):
-            run()
-            return run
-
-        runner = GraphRunner(model, caches[1], limits, capture=capture)
-        runner.capture_all()
-        start = 0
-        for length in (4, 1, 3):
-            span = Span(TOKENS[start : start + length], start, BLOCKS, length)
-            batch = step(model, [span], BLOCK_SIZE)
-            expected = model.forward(batch, caches[0])
-            assert_same_bits(runner.forward(batch, caches[1]), expected)
-            start += length
-        assert runner.num_replays == 3
-        assert_same_bits(kept(caches[1])[:8], kept(caches[0])[:8])
+@pytest.mark.parametrize("sizes", [(1, 80), (13, 79)])
+def test_states_of_another_shape(folders, sizes):
+    head = load_draft(folders / "llama-head", Transformer.from_folder(folders / "llama"))
+    batch = step(head, [Span(TOKENS, 0, BLOCKS, 1)], BLOCK_SIZE)
+    with pytest.raises(ValueError, match="features_TE: expected torch.float32"):
+        head.forward(batch, pool(head, keeps_states=False), torch.zeros(sizes))
 
 
-def damaged(folder: Path, tensors: dict[str, torch.Tensor | None], **fields: object) -> None:
-    stored = load_file(folder / "model.safetensors") | tensors
-    kept = {name: tensor for name, tensor in stored.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors")
-    values = json.loads((folder / "config.json").read_text()) | fields
-    (folder / "config.json").write_text(json.dumps(values))
-
-
-FAULTS = {
-    "no fc": ({FUSE_WEIGHT: None}, {}, rf"missing 1 tensors: {FUSE_WEIGHT}"),
-    "a square fc": (
-        {FUSE_WEIGHT: torch.zeros(80, 80)},
-        {},
-        rf"{FUSE_WEIGHT}: expected shape \(80, 160\)",
-    ),
-    "two layers": ({}, {"num_hidden_layers": 2}, 'num_layers: expected 1 for kind "head", got 2'),
-}
-
-
-@pytest.mark.usefixtures("cpu_path")
-class TestRefusals:
-    @pytest.mark.parametrize("name", FAULTS)
-    def test_damage_is_named(self, folders, tmp_path, name):
-        tensors, fields, message = FAULTS[name]
-        folder = save_head(tmp_path / "head", folders / "llama")
-        damaged(folder, tensors, **fields)
-        with pytest.raises(ValueError, match=message):
-            load_draft(folder, Transformer.from_folder(folders / "llama"))
-
-    def test_layers_hold_no_fc(self, folders, tmp_path):
-        tensors = head_tensors(folders / "llama", 0, 0.5, 1.0)
-        with pytest.raises(ValueError, match=rf"left over 1: {FUSE_WEIGHT}"):
-            save_draft(tmp_path / "head", folders / "llama", tensors, num_layers=1)
-
-    def test_a_head_is_saved_with_its_fc(self, folders, tmp_path):
-        with pytest.raises(ValueError, match=rf"missing 1: {FUSE_WEIGHT}"):
-            save_draft(
-                *(tmp_path / "head", folders / "llama", layers_of(folders / "llama", 1)),
-                num_layers=1,
-                kind="head",
-            )
-
-    def test_an_unknown_kind(self, folders, tmp_path):
-        with pytest.raises(ValueError, match=r"kind: expected one of \['head', 'layers'\]"):
-            save_draft(tmp_path / "head", folders / "llama", {}, num_layers=1, kind="tree")
-
-    @pytest.mark.parametrize("sizes", [(1, 80), (13, 79)])
-    def test_states_of_another_shape(self, folders, sizes):
-        head = load_draft(folders / "llama-head", Transformer.from_folder(folders / "llama"))
-        batch = step(head, [Span(TOKENS, 0, BLOCKS, 1)], BLOCK_SIZE)
-        with pytest.raises(ValueError, match="features_TE: expected torch.float32"):
-            head.forward(batch, pool(head, keeps_states=False), torch.zeros(sizes))
+def test_rows_of_a_norm_that_is_not_finished():
+    """What a GPU's layers end in: picked rows are the same, states are those of the norm."""
+    sum_TE, weight_E = randn(9, 80, dtype=torch.bfloat16), randn(80, dtype=torch.bfloat16, seed=1)
+    rows_TE = (sum_TE.float() * weight_E.float()).bfloat16()
+    rows = LastRows(Normed(rows_TE, squares_of(sum_TE), EPS), sum_TE)
+    model = SimpleNamespace(device=torch.device("cpu"))
+    spans = [Span([1, 2, 3, 4], 0, [1], 2), Span([5] * 5, 0, [2], 1)]
+    picked = rows.with_logits(step(model, spans, BLOCK_SIZE))
+    assert picked is not None
+    assert isinstance(picked.normed, Normed)
+    assert_same_bits(finish_norm(picked.normed), finish_norm(rows.normed)[[2, 3, 8]])
+    assert_same_bits(picked.sum_TE, sum_TE[[2, 3, 8]])
+    assert_same_bits(rows.states(weight_E, EPS), rms_norm_ref(sum_TE, weight_E, EPS))

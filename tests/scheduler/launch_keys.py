@@ -27,6 +27,7 @@ from pagedraft.kernels import paged_attention_launch
 from pagedraft.kernels.dispatch import use_implementation
 from pagedraft.kernels.weight_quant import QuantWeight
 from pagedraft.model import graph_shapes
+from pagedraft.model.feature_head import FeatureHead
 from pagedraft.model.graphs import GraphLimits, GraphRunner, Run
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler import warm_up as warm_up_module
@@ -50,8 +51,13 @@ def config_of(vocab_size: int, group: int, num_layers: int = 2) -> Any:
 
 def model_of(config: Any, weights: str = "auto", dtype: str = "bf16") -> Transformer:
     """A model of zeros, packed for the kernels."""
+    return Transformer(config, zeros_of(config, weights, dtype))
+
+
+def zeros_of(config: Any, weights: str = "auto", dtype: str = "bf16") -> dict[str, Any]:
+    """The weights of a model, all zeros."""
     setup = Setup("tiny", config, config.num_layers, weights=weights, dtype=dtype)
-    return Transformer(config, {name: _zeros(w) for name, w in meta_weights(setup).items()})
+    return {name: _zeros(weight) for name, weight in meta_weights(setup).items()}
 
 
 def _zeros(weight: Any) -> Any:
@@ -128,6 +134,14 @@ def _fp32_one_row() -> LLM:
     return LLM(target, speculate="ngram", **{**OPTIONS, "max_rows": 1})
 
 
+def _feature_head() -> LLM:
+    config = config_of(97, 4, num_layers=1)
+    size = config.embed_dim
+    weights = zeros_of(config) | {"fuse": torch.zeros(size, 2 * size, dtype=torch.bfloat16)}
+    head = FeatureHead(config, weights)
+    return LLM(model_of(config_of(97, 4)), head, speculate="draft", **OPTIONS)
+
+
 OPTIONS: dict[str, Any] = {
     "block_size": 64,
     "kv_tokens": 40_000,
@@ -141,6 +155,7 @@ LOADS: dict[str, tuple[Callable[[], LLM], int, bool]] = {
     "int8 weights, fp8 KV, own layers": (_int8_weights_and_own_layers, 20, False),
     "int4 weights, fp16": (_int4_weights_fp16, 12, True),
     "fp32, one row": (_fp32_one_row, 4, False),
+    "a feature head": (_feature_head, 20, False),
 }
 
 

@@ -17,6 +17,7 @@ from pagedraft.decoding.single import generate_with_kv_cache, speculative_decode
 from pagedraft.kernels.dispatch import use_implementation
 from pagedraft.model.feature_graphs import FeatureHeadRunner
 from pagedraft.model.kv_cache import kv_bytes_per_token
+from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler import cli, memory
 from pagedraft.scheduler.async_engine import AsyncEngine
 from pagedraft.scheduler.graph_runners import graph_runners
@@ -301,3 +302,12 @@ def test_a_pool_without_states_is_refused(folders):
     llm.engine.cache.features_NBE = None
     with pytest.raises(ValueError, match="the target's pool keeps none"):
         FeatureHeadDrafter(drafter.model, drafter.cache, llm.engine.cache, target_vocab_size=97)
+
+
+@pytest.mark.usefixtures("cpu_path")
+def test_a_head_of_another_width_is_refused(folders, tmp_path):
+    save_tiny(tmp_path / "wide", "llama", hidden_size=160)
+    target = Transformer.from_folder(tmp_path / "wide")
+    head = make(folders).engine.speculation.drafters["draft"].model
+    with pytest.raises(ValueError, match="reads states of 80 numbers, the target's have 160"):
+        LLM(target, head, speculate="draft", kv_tokens=64)

@@ -35,6 +35,7 @@ LOADS = (
     "int8 weights, fp8 KV, own layers",
     "int4 weights, fp16",
     "fp32, one row",
+    "a feature head",
 )
 
 
