@@ -1,10 +1,15 @@
 """A feature head drafts: one layer over the states that the target has left (feature_head.py of
 ``model``).
 
+The target's pool keeps every token's state in the blocks of its KV, so states follow a sequence
+wherever its blocks go. They take E numbers a token, and all tokens of a step go through the last
+layer's MLP, not only those with logits.
+
 The first pass of a call feeds what the head's KV lacks of the context, with the target's states;
 later ones feed the newest draft with the head's own state, its guess. KV that was made from guesses
-is not kept: accepted drafts are fed again, now that the target has been there. That costs tokens of
-a first pass, not passes.
+is not kept, ``num_draft_written`` counts what was fed with true states: accepted drafts are fed
+again, now that the target has been there. That costs tokens of a first pass, not passes. How often
+a draft is right depends on its place, as later ones rest on guesses: estimate_unrolled.py.
 """
 
 from __future__ import annotations
