@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pagedraft.model.config import ModelConfig, read_json
@@ -75,7 +77,11 @@ def save_draft(
         made = scratch / "new"
         made.mkdir()
         (made / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        save_file(stored, made / SINGLE, metadata={"format": "pt"})
+        try:
+            save_file(stored, made / SINGLE, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder / SINGLE}: cannot be written: {error}") from None
+        os.chmod(made / SINGLE, (made / "config.json").stat().st_mode)  # save_file keeps it private
         _put(made, folder, scratch / "old")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -23,7 +23,7 @@ from pagedraft.kernels.distill_loss import (
 Pair = tuple[torch.Tensor, torch.Tensor]  # of the student and of the teacher
 
 # How far rounding may lift the sum of a teacher's probabilities over 1.
-MASS_TOLERANCE = 1e-2  # over 1: states that are kept in fp16 move logits a little
+MASS_TOLERANCE = 5e-2  # over 1: 16 bits of a state move its logits by some hundredths
 
 
 @dataclass(frozen=True)

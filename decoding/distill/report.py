@@ -16,6 +16,7 @@ from pagedraft.decoding.distill.report_figure import draw
 from pagedraft.decoding.distill.report_text import markdown
 
 NAME = "report"
+FILES = tuple(f"{NAME}.{ending}" for ending in ("json", "md", "png"))
 Document = dict[str, Any]
 
 

@@ -7,7 +7,7 @@ a feature in place of four a token of the vocabulary, and the log-sum-exp of the
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,8 +94,20 @@ def save_taught(file: str | Path, texts: Sequence[Taught]) -> None:
         if len(befores) < len(texts):
             raise ValueError(f"{file}: expected states of prompts for all texts or for none")
         tensors["before"] = torch.cat(befores)
+    write_tensors(file, tensors, {"format": FORMAT, "texts": json.dumps(rows)})
+
+
+def write_tensors(
+    file: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a safetensors file, whole or not at all; OSError names it where that fails."""
+    file = Path(file)
     part = file.with_name(file.name + ".part")
-    save_file(tensors, part, metadata={"format": FORMAT, "texts": json.dumps(rows)})
+    try:
+        save_file(dict(tensors), part, metadata=dict(metadata))
+    except SafetensorError as error:
+        part.unlink(missing_ok=True)
+        raise OSError(f"{file}: cannot be written: {error}") from None
     part.replace(file)
 
 
@@ -111,7 +123,7 @@ def load_taught(file: str | Path) -> list[Taught]:
             before = opened.get_tensor("before") if "before" in opened.keys() else None  # noqa: SIM118
         rows = json.loads(metadata["texts"])
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
+        raise ValueError(f"{file}: cannot be read: {error}; remove it, and go on without") from None
     texts = []
     first_token = first_state = first_before = 0
     for length, num_prompt, kind, source, temperature in rows:

@@ -18,14 +18,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from pagedraft.decoding.distill.losses import LOSSES, LossResult, distill_loss
 from pagedraft.decoding.distill.student import Student
-from pagedraft.decoding.distill.taught import Taught
+from pagedraft.decoding.distill.taught import Taught, write_tensors
 
+HINT = "; remove it to train anew"
 CHECKPOINT_FORMAT = "pagedraft distill checkpoint 1"
 DECAY = 0.8
+MAX_RATE = 1e3
 FINAL_RATE = 0.05  # of the learning rate, at the last step
 
 
@@ -52,8 +53,11 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise ValueError(f"loss: expected one of {list(LOSSES)}, got {self.loss!r}")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ValueError(f"learning_rate: expected above 0, got {self.learning_rate}")
+        if not 0 < self.learning_rate <= MAX_RATE:
+            raise ValueError(
+                f"learning_rate: expected above 0 and at most {MAX_RATE:g}, got "
+                f"{self.learning_rate}"
+            )
         for name in ("batch_tokens", "warm_up", "unroll"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
@@ -74,13 +78,17 @@ class Progress(NamedTuple):
     num_tokens: int
 
 
-def read_step(file: str | Path) -> int:
-    """How many steps the training of a checkpoint has done."""
+def read_first(file: str | Path) -> int:
+    """The first step of the texts that a checkpoint's training was at, see ``Trainer.use``."""
     try:
         with safe_open(str(file), "pt") as opened:
-            return int((opened.metadata() or {})["step"])
-    except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
+            return int(json.loads((opened.metadata() or {})["facts"])["first"])
+    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}{HINT}") from None
+
+
+class Diverged(ValueError):
+    """Training has come to numbers that are none."""
 
 
 class Batch(NamedTuple):
@@ -103,6 +111,8 @@ class Trainer:
 
     head_UE: fp32, rows of the target's head for the tokens that the draft may propose.
     num_steps: of the whole run, which the learning rate follows. step: how many are done.
+    first: the step at which the texts that it learns now came in, see ``use``.
+    is_whole: False inside a step's update, and for good where that was interrupted.
     """
 
     def __init__(
@@ -121,6 +131,7 @@ class Trainer:
         self.options = options
         self.num_steps = num_steps
         self.step = 0
+        self.is_whole = True
         self._head_UE = head_UE
         self._optimizer = torch.optim.AdamW(
             student.parameters(),
@@ -132,7 +143,7 @@ class Trainer:
 
     def use(self, texts: Sequence[Taught], first: int) -> None:
         """Learn from these texts, whose first step is ``first``; at most ``step``."""
-        self._texts, self._first = list(texts), first
+        self._texts, self.first = list(texts), first
         self._epoch = -1
         self._batches: list[list[int]] = []
         self._num_before = first  # steps before this epoch
@@ -143,13 +154,13 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self.options.rate(self.step, self.num_steps)
         result = self._loss(batch)
-        if not bool(result.loss.isfinite()):
-            raise ValueError(f"step {self.step}: the loss is {result.loss.item()}; lower the rate")
         self._optimizer.zero_grad()
         result.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.options.clip)
+        self.is_whole = False
         self._optimizer.step()
         self.step += 1
+        self.is_whole = True
         return Progress(
             result.loss.item(),
             result.alpha_N.mean().item(),
@@ -172,7 +183,6 @@ class Trainer:
 
     def save(self, file: str | Path, facts: Mapping[str, object]) -> None:
         """Write a checkpoint, whole or not at all. facts: what a resumed run must agree with."""
-        file = Path(file)
         tensors = {}
         for name, weight in self.student.weights.items():
             tensors[f"weight.{name}"] = weight.detach()
@@ -183,9 +193,7 @@ class Trainer:
             "step": str(self.step),
             "facts": json.dumps(self._facts(facts)),
         }
-        part = file.with_name(file.name + ".part")
-        save_file({name: t.contiguous() for name, t in tensors.items()}, part, metadata=metadata)
-        part.replace(file)
+        write_tensors(file, {name: t.contiguous() for name, t in tensors.items()}, metadata)
 
     def load(self, file: str | Path, facts: Mapping[str, object]) -> None:
         """Go on where a checkpoint was written; ValueError if it is of another run.
@@ -205,13 +213,13 @@ class Trainer:
                     if then.get(name) != now.get(name):
                         raise ValueError(
                             f"{file}: is of a run with {name} {then.get(name)!r}, and this one "
-                            f"has {now.get(name)!r}"
+                            f"has {now.get(name)!r}{HINT}"
                         )
                 self._restore({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
             self.step = int(metadata["step"])
         except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-            raise ValueError(f"{file}: cannot be read: {error}") from None
-        self.use(self._texts, self._first)
+            raise ValueError(f"{file}: cannot be read: {error}{HINT}") from None
+        self.use(self._texts, self.first)
 
     def _restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         device = self._head_UE.device
@@ -230,7 +238,7 @@ class Trainer:
         for text in self._texts:
             texts.update(text.token_ids.numpy().tobytes())
             texts.update(text.num_prompt.to_bytes(8, "little"))
-        own = {"num_steps": self.num_steps, "texts": texts.hexdigest(), "first": self._first}
+        own = {"num_steps": self.num_steps, "texts": texts.hexdigest(), "first": self.first}
         own |= asdict(self.options)
         return {**own, **facts}
 
@@ -239,7 +247,7 @@ class Trainer:
         while self.step >= self._num_before + len(self._batches):
             self._num_before += len(self._batches)
             self._epoch += 1
-            seed = self.options.seed + self._first
+            seed = self.options.seed + self.first
             self._batches = plan_batches(self._texts, self.options.batch_tokens, seed, self._epoch)
         return self._batches[self.step - self._num_before]
 
@@ -249,6 +257,11 @@ class Trainer:
         total = torch.zeros((), device=self._head_UE.device)
         for _ in range(self.options.unroll):
             hidden_BLE = self.student(batch.tokens_BL, before_BLE)
+            if not bool(hidden_BLE.isfinite().all()):
+                raise Diverged(
+                    f"step {self.step}: the draft's states are no numbers any more; the learning "
+                    f"rate of {self.options.learning_rate:g} is too high"
+                )
             result = distill_loss(
                 hidden_BLE.flatten(0, 1)[batch.places_N],
                 batch.states_NE,

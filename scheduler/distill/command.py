@@ -20,6 +20,7 @@ from pagedraft.scheduler.distill.job import Watch
 from pagedraft.scheduler.distill.options import DistillOptions
 from pagedraft.scheduler.distill.run import DistillRun
 
+LEARNS = "draft learns"
 UNROLL = 2  # drafts in a row that a head learns to make
 
 
@@ -108,10 +109,12 @@ def run_distill(args: argparse.Namespace) -> int:
         run = DistillRun(options, bars)
         try:
             outcome = run.run()
+            verdict = run.report(outcome, command=command_line(sys.argv[1:]))
         except KeyboardInterrupt:
             bars.say(f"interrupted; the same command goes on from {run.job.state.path}")
             raise
-    verdict = run.report(outcome, command=command_line(sys.argv[1:]))
+        finally:
+            run.job.state.close()
     if not args.keep:
         run.job.state.remove()
     console.print(f"draft in {outcome.out}: {verdict}")
@@ -137,6 +140,7 @@ class Bars(Watch):
         )
         self._tasks: dict[str, TaskID] = {}
         self._alpha = ""
+        self._shown: dict[str, tuple[float, str]] = {}
 
     def __enter__(self) -> Bars:
         self._progress.start()
@@ -155,16 +159,21 @@ class Bars(Watch):
 
     def training(self, step: int, num_steps: int, progress: StepProgress) -> None:
         """A step is done."""
-        facts = f"step {step}/{num_steps}, loss {progress.loss:.3f}{self._alpha}"
-        self._show("draft learns", step / num_steps, facts)
+        facts = f"step {step}/{num_steps}, loss {progress.loss:.3f}"
+        self._show(LEARNS, step / num_steps, facts)
 
     def checking(self, step: int, progress: StepProgress) -> None:
         """The held-out texts after a step."""
         self._alpha = f", held-out acceptance {progress.alpha:.3f}"
-        if step == 0:
-            self.say(f"untrained: held-out acceptance {progress.alpha:.3f}")
+        if step == 0 or not self._progress.console.is_terminal:
+            self.say(f"step {step}: held-out acceptance {progress.alpha:.3f}")
+        for name, (share, facts) in self._shown.items():
+            if name == LEARNS:
+                self._show(name, share, facts)
 
     def _show(self, name: str, share: float, facts: str) -> None:
+        self._shown[name] = share, facts
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=1.0, facts="")
-        self._progress.update(self._tasks[name], completed=share, facts=facts)
+        told = facts + (self._alpha if name == LEARNS else "")
+        self._progress.update(self._tasks[name], completed=share, facts=told)

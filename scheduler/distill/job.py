@@ -90,8 +90,9 @@ class Job:
     max_tokens: int
 
     def settings(self) -> dict[str, Any]:
-        """What must not change on the way."""
-        return _settings(self.options, self.folder, self.layers, self.split)
+        """The options, as a report has them."""
+        fixed = _fixed(self.options, self.folder, self.split)
+        return fixed | _free(self.options, self.layers)
 
 
 def prepare(options: DistillOptions, watch: Watch) -> Job:
@@ -116,8 +117,10 @@ def prepare(options: DistillOptions, watch: Watch) -> Job:
     for name, side in (("train", train), ("be held out", held_out)):
         if not side:
             raise ValueError(f"--prompts: expected prompts to {name}, got none that has tokens")
-    state = RunFolder(options.out, _settings(options, folder, layers, sides))
-    if state.is_resumed:
+    state = RunFolder(options.out, _fixed(options, folder, sides), _free(options, layers))
+    if state.is_changed:
+        watch.say(f"other options: training anew with the texts in {state.path}")
+    elif state.is_resumed:
         watch.say(f"going on with the run in {state.path}")
     return Job(
         options,
@@ -135,21 +138,26 @@ def prepare(options: DistillOptions, watch: Watch) -> Job:
     )
 
 
-def _settings(
-    options: DistillOptions, folder: Path, layers: list[int], sides: Split
-) -> dict[str, Any]:
+def _fixed(options: DistillOptions, folder: Path, sides: Split) -> dict[str, Any]:
+    """What the texts depend on."""
     return {
         "target": str(options.target),
         "target_sha256": fingerprint(folder),
         "kind": options.kind,
+        "seed": options.seed,
+        "texts": options.texts,
+        "sizes": asdict(options.sizes),
+        "prompts_sha256": sides.hashes,
+    }
+
+
+def _free(options: DistillOptions, layers: list[int]) -> dict[str, Any]:
+    """What only training depends on, and how long it takes."""
+    return {
         "layers": layers,
         "vocab": options.vocab,
         "minutes": options.minutes,
-        "texts": options.texts,
         "steps": options.steps,
         "on_policy": options.on_policy,
-        "seed": options.seed,
         "train": asdict(options.train),
-        "sizes": asdict(options.sizes),
-        "prompts_sha256": sides.hashes,
     }

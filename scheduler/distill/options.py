@@ -43,6 +43,8 @@ class DistillOptions:
     vocab: most tokens that the draft may propose. minutes: of the whole run.
     prompts: a text file or folder; None: the demo's. held_out: share of the prompts, by source.
     texts, steps: in place of what fits the minutes. on_policy: rounds in which the draft writes.
+        0 by default: a draft only counts after text that the target would have written, so texts
+        of its own teach it states that decoding does not ask for.
     """
 
     target: str
@@ -63,6 +65,8 @@ class DistillOptions:
     sizes: Sizes = field(default_factory=Sizes)
 
     def __post_init__(self) -> None:
+        if Path(self.out).name in ("", ".."):
+            raise ValueError(f"--out: expected the name of a folder, got {str(self.out)!r}")
         if self.kind not in KINDS:
             raise ValueError(f"--kind: expected one of {list(KINDS)}, got {self.kind!r}")
         if not 0 < self.minutes < math.inf:

@@ -8,6 +8,9 @@ report     acceptance and speed, before and after, on prompts of other sources
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pagedraft.scheduler.distill.job import Watch, prepare
 from pagedraft.scheduler.distill.options import DistillOptions
 from pagedraft.scheduler.distill.report import report
@@ -25,9 +28,19 @@ class DistillRun:
         self.job = prepare(options, watch or Watch())
 
     def run(self) -> Outcome:
-        """Write and train."""
-        return train(self.job, write(self.job))
+        """Write and train; another run may go on from wherever this is interrupted."""
+        with self._closing():
+            return train(self.job, write(self.job))
 
     def report(self, outcome: Outcome, command: str) -> str:
         """Judge the draft and write the report; return the verdict in a line."""
-        return report(self.job, outcome, command)
+        with self._closing():
+            return report(self.job, outcome, command)
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.job.state.close()
+            raise

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pagedraft.decoding.distill.report import FILES
 from pagedraft.decoding.distill.start import (
     choose_vocabulary,
     coverage,
@@ -19,7 +20,7 @@ from pagedraft.decoding.distill.start import (
 )
 from pagedraft.decoding.distill.student import Student, rms
 from pagedraft.decoding.distill.taught import Taught, num_output_tokens
-from pagedraft.decoding.distill.train import Progress, Trainer, read_step
+from pagedraft.decoding.distill.train import Diverged, Progress, Trainer, read_first
 from pagedraft.decoding.params import derive_seed
 from pagedraft.model.draft_folder import load_draft
 from pagedraft.scheduler.distill.job import Job
@@ -69,12 +70,13 @@ class _Training:
     def run(self) -> Outcome:
         job = self.job
         start = job.state.path / "start"
-        if not start.exists():
-            self._save(self.student, start)
+        self._save(self.student, start)
         with job.clock.phase("train") as deadline:
             num_steps = self._num_steps(deadline)
             trainer = Trainer(self.student, self.head_UE, self.texts, job.options.train, num_steps)
             before, after = self._train(trainer, deadline(LATE))
+        for file in FILES:  # of the draft that was there
+            (job.options.out / file).unlink(missing_ok=True)
         self._save(self.student, job.options.out)
         facts = self._facts(trainer, {"before": before, "after": after})
         return Outcome(job.options.out, start, self.held_out, facts)
@@ -107,29 +109,34 @@ class _Training:
         before = trainer.examine(self.held_out)
         job.watch.checking(0, before)
         if file.exists():
-            self._use_own(trainer, read_step(file))
+            self._use_own(trainer, read_first(file))
             trainer.load(file, {})
             job.watch.say(f"at step {trainer.step} of {trainer.num_steps}")
         saved = time.perf_counter()
         try:
             while trainer.step < trainer.num_steps:
-                if trainer.step in self._rounds(trainer.num_steps):
+                if trainer.step in self._rounds(trainer.num_steps) and trainer.first < trainer.step:
                     self._write_own(trainer)
                     self._use_own(trainer, trainer.step)
                 progress = trainer.advance()
                 job.watch.training(trainer.step, trainer.num_steps, progress)
                 now = time.perf_counter()
                 if now - saved > SAVE_SECONDS:
-                    trainer.save(file, {})
                     job.watch.checking(trainer.step, trainer.examine(self.held_out))
+                    trainer.save(file, {})
                     saved = time.perf_counter()
                 if job.options.steps is None and now > end:
                     job.watch.say(f"out of time at step {trainer.step} of {trainer.num_steps}")
                     break
-        finally:  # after an interrupt, above all: nothing that was learnt is lost
-            trainer.save(file, {})
-        after = trainer.examine(self.held_out)
-        job.watch.checking(trainer.step, after)
+            after = trainer.examine(self.held_out)
+            job.watch.checking(trainer.step, after)
+        except Diverged:
+            raise
+        except BaseException:  # an interrupt, above all; inside an update the last save has to do
+            if trainer.is_whole:
+                trainer.save(file, {})
+            raise
+        trainer.save(file, {})
         return before, after
 
     def _rounds(self, num_steps: int) -> list[int]:
@@ -157,13 +164,12 @@ class _Training:
         if texts:
             job.state.add_texts(texts, kind)
 
-    def _use_own(self, trainer: Trainer, step: int) -> None:
-        """Let the texts of the rounds up to ``step`` be learnt, too."""
-        rounds = [first for first in self._rounds(trainer.num_steps) if first <= step]
-        own = {first: self.job.state.texts(f"own-{first}") for first in rounds}
-        done = [first for first, texts in own.items() if texts]
-        if done:
-            trainer.use([*self.texts, *(t for first in done for t in own[first])], done[-1])
+    def _use_own(self, trainer: Trainer, first: int) -> None:
+        """Let the texts of the rounds up to the one at step ``first`` be learnt, too."""
+        rounds = [step for step in self._rounds(trainer.num_steps) if step <= first]
+        if rounds:
+            own = [text for step in rounds for text in self.job.state.texts(f"own-{step}")]
+            trainer.use([*self.texts, *own], first)
 
     def _facts(self, trainer: Trainer, progress: dict[str, Progress]) -> dict[str, Any]:
         job = self.job
@@ -177,6 +183,9 @@ class _Training:
             "num_steps": trainer.num_steps,
             "num_steps_done": trainer.step,
             "num_parameters": sum(weight.numel() for weight in self.student.parameters()),
-            "held_out": {name: found._asdict() for name, found in progress.items()},
+            "held_out": {
+                name: {"loss": found.loss, "alpha": found.alpha, "tokens": found.num_tokens}
+                for name, found in progress.items()
+            },
             "threads": torch.get_num_threads(),
         }

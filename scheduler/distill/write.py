@@ -21,10 +21,12 @@ def write(job: Job) -> list[Taught]:
             _write_held_out(job)
         if state.read("written") is None:
             _write_until(job, None if job.options.texts is not None else deadline(WRITE_SHARE))
-            state.write("written", {"texts": len(state.texts(TEXTS))})
-    texts = state.texts(TEXTS)
-    if not texts:
-        raise ValueError("--minutes: too few for a single text; give more")
+        texts = state.texts(TEXTS)
+        if not texts and job.options.texts is None:
+            raise ValueError("--minutes: too few for a single text; give more")
+        if not texts:
+            raise ValueError("--texts: the target ends at once after every prompt")
+        state.write("written", {"texts": len(texts)})
     return texts
 
 
@@ -39,8 +41,8 @@ def _write_held_out(job: Job) -> None:
 
 def _write_until(job: Job, end: float | None) -> None:
     """A shard after the other; the last one, at the deadline, as far as it got."""
-    place = job.state.read("place") or {"next": 0}
-    first, kept = place["next"], job.state.texts(TEXTS)
+    last, kept = job.state.last_shard(TEXTS), job.state.texts(TEXTS)
+    first = 0 if last is None else last + job.options.sizes.shard
     num_texts, num_tokens = len(kept), num_output_tokens(kept)
     began = time.perf_counter()
     prompts = job.train_prompts[: job.options.texts]
@@ -58,10 +60,9 @@ def _write_until(job: Job, end: float | None) -> None:
             job.watch.writing(num_texts + len(found), num_tokens, min(1.0, share))
         if found:
             found.sort(key=lambda pair: pair[0])
-            job.state.add_texts([text for _, text in found], TEXTS)
+            job.state.add_texts([text for _, text in found], TEXTS, first)
         num_texts += len(found)
         first += len(piece)
-        job.state.write("place", {"next": first})
 
 
 def _writer(job: Job, **options: Any) -> Writer:

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from pagedraft.decoding.distill.train import TrainOptions
+from pagedraft.decoding.distill import taught
+from pagedraft.decoding.distill.train import Trainer, TrainOptions
 from pagedraft.decoding.params import SamplingParams
 from pagedraft.model.config import ModelConfig
 from pagedraft.model.draft_folder import load_draft
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.cli import main
 from pagedraft.scheduler.distill import texts as distill_texts
+from pagedraft.scheduler.distill import train as train_phase
 from pagedraft.scheduler.distill.job import Watch
 from pagedraft.scheduler.distill.options import KINDS, DistillOptions, Sizes
 from pagedraft.scheduler.distill.run import DistillRun
@@ -113,6 +116,21 @@ class TestRun:
         ids_U = tensors(options.out)["draft.vocab_ids"]
         assert len(ids_U) == 64
 
+    def test_replaces_a_draft_and_its_report(self, options):
+        options.out.mkdir()
+        run = DistillRun(options)
+        run.run()
+        run.job.state.close()
+        (options.out / "report.md").write_text("of the draft that was there")
+        run = DistillRun(replace(options, vocab=50))
+        run.run()
+        assert sorted(path.name for path in options.out.iterdir()) == [
+            "config.json",
+            "model.safetensors",
+        ]
+        modes = {path.stat().st_mode for path in options.out.iterdir()}
+        assert len(modes) == 1
+
     def test_training_changes_all_of_its_tensors(self, options):
         outcome = DistillRun(options).run()
         start, end = tensors(outcome.start), tensors(outcome.out)
@@ -192,6 +210,95 @@ class TestInterrupted:
         with pytest.raises(ValueError, match=r"holds a run with seed 0, and this one has 1"):
             DistillRun(replace(options, seed=1))
 
+    def test_inside_an_update_goes_on_from_the_save_before(self, options, tmp_path, monkeypatch):
+        whole = DistillRun(replace(options, out=tmp_path / "whole")).run().out
+        monkeypatch.setattr(train_phase, "SAVE_SECONDS", -1.0)
+        update, left = torch.optim.AdamW.step, [9]  # five of them are timed, and forgotten
+
+        def interrupted(self, *args):
+            update(self, *args)
+            left[0] -= 1
+            if left[0] == 5:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.optim.AdamW, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                DistillRun(options).run()
+        found = tensors(DistillRun(options).run().out)
+        for name, tensor in tensors(whole).items():
+            assert torch.equal(tensor, found[name]), name
+
+    @pytest.mark.parametrize("place", ["before the texts", "after the texts", "after the save"])
+    def test_around_a_round_of_own_texts(self, options, tmp_path, monkeypatch, place):
+        options = replace(options, on_policy=2)
+        whole = DistillRun(replace(options, out=tmp_path / "whole")).run().out
+
+        def stop(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            if place == "before the texts":
+                patch.setattr(train_phase, "write_own", stop)
+            elif place == "after the texts":
+                patch.setattr(train_phase._Training, "_use_own", stop)
+            else:  # saved at the round's step, before its texts; then killed
+                patch.setattr(train_phase, "SAVE_SECONDS", -1.0)
+                save = Trainer.save
+                patch.setattr(Trainer, "save", lambda t, *a: t.step <= 2 and save(t, *a))
+            watch = Stop("training", 3) if place == "after the save" else Watch()
+            with pytest.raises(KeyboardInterrupt):
+                DistillRun(options, watch).run()
+        found = tensors(DistillRun(options).run().out)
+        for name, tensor in tensors(whole).items():
+            assert torch.equal(tensor, found[name]), name
+
+    def test_other_options_of_training_keep_the_texts(self, options, tmp_path):
+        other = replace(options, train=replace(options.train, learning_rate=1e-3), vocab=50)
+        whole = DistillRun(replace(other, out=tmp_path / "whole")).run().out
+        with pytest.raises(KeyboardInterrupt):
+            DistillRun(options, Stop("training", 3)).run()
+        run = DistillRun(other)
+        assert run.job.state.is_changed
+        assert len(run.job.state.texts("texts")) == 10
+        found = tensors(run.run().out)
+        for name, tensor in tensors(whole).items():
+            assert torch.equal(tensor, found[name]), name
+
+    def test_more_minutes_after_too_few(self, options):
+        few = replace(options, texts=None, steps=3, minutes=1e-6)
+        with pytest.raises(ValueError, match="--minutes: too few"):
+            DistillRun(few).run()
+        assert DistillRun(replace(few, minutes=0.05)).run().facts["num_texts"] >= 1
+
+    def test_two_at_once_are_refused(self, options):
+        first = DistillRun(options)
+        with pytest.raises(ValueError, match="another process is at work"):
+            DistillRun(options)
+        first.job.state.close()
+        DistillRun(options).job.state.close()
+
+    def test_a_damaged_file_is_named(self, options):
+        with pytest.raises(KeyboardInterrupt):
+            DistillRun(options, Stop("training", 3)).run()
+        for name in ("checkpoint", "texts-000000"):
+            file = options.out.with_name("draft.partial") / f"{name}.safetensors"
+            file.write_bytes(file.read_bytes()[:99])
+            with pytest.raises(
+                ValueError, match=rf"{name}\.safetensors: cannot be read.*remove it"
+            ):
+                DistillRun(options).run()
+
+    def test_a_disk_that_is_full_is_told(self, options, monkeypatch):
+        def full(*_: object, **__: object) -> None:
+            raise SafetensorError("No space left on device")
+
+        monkeypatch.setattr(taught, "save_file", full)
+        with pytest.raises(
+            OSError, match=r"held-out-000000\.safetensors: cannot be written: No sp"
+        ):
+            DistillRun(options).run()
+
     def test_with_a_target_that_changed_is_refused(self, options, target, tmp_path):
         copied = tmp_path / "copy"
         shutil.copytree(target, copied)
@@ -258,6 +365,11 @@ class TestRefused:
     def test_prompts_that_are_not_there(self, options, tmp_path):
         with pytest.raises((ValueError, FileNotFoundError), match="nowhere"):
             DistillRun(replace(options, prompts=tmp_path / "nowhere"))
+
+    @pytest.mark.parametrize("out", [".", "..", "a/..", "/"])
+    def test_a_folder_without_a_name(self, options, out):
+        with pytest.raises(ValueError, match="--out: expected the name of a folder"):
+            replace(options, out=Path(out))
 
     def test_a_folder_that_holds_something_else(self, options, target):
         with pytest.raises(ValueError, match="will not be replaced"):

@@ -13,11 +13,12 @@ from pagedraft.decoding.distill.student import FUSE, Student, first_fusion
 from pagedraft.decoding.distill.taught import Taught, load_taught, num_output_tokens, save_taught
 from pagedraft.decoding.distill.train import (
     FINAL_RATE,
+    Diverged,
     Trainer,
     TrainOptions,
     make_batch,
     plan_batches,
-    read_step,
+    read_first,
     shift,
 )
 from pagedraft.tests.decoding.distill.lessons import random_texts
@@ -120,7 +121,7 @@ def test_texts_that_come_later_resume_too(folder, tmp_path):
     first = part(trainer_of(folder, texts[:4]), 3)
     first.use(texts, 3)
     part(first, 5).save(file, {})
-    assert read_step(file) == 5
+    assert read_first(file) == 3
     second = trainer_of(folder, texts[:4])
     second.use(texts, 3)
     second.load(file, {})
@@ -144,6 +145,27 @@ def test_a_checkpoint_of_another_run_is_refused(folder, tmp_path):
     save_taught(file, texts)
     with pytest.raises(ValueError, match="expected a checkpoint"):
         trainer_of(folder, texts).load(file, {"target": "x"})
+
+
+def test_a_rate_that_is_too_high_is_told(folder):
+    trainer = trainer_of(folder, texts_of(folder), 30, replace(OPTIONS, learning_rate=900.0))
+    trainer.student.weights["final_norm"].data.fill_(math.inf)
+    with pytest.raises(Diverged, match=r"step 0: .* learning rate of 900 is too high"):
+        trainer.advance()
+
+
+def test_an_update_that_was_interrupted_is_not_whole(folder, monkeypatch):
+    trainer = trainer_of(folder, texts_of(folder))
+    trainer.advance()
+    assert trainer.is_whole
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer._optimizer, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.advance()
+    assert not trainer.is_whole
 
 
 def test_a_loss_that_is_no_number_ends_the_training(folder):
@@ -193,6 +215,7 @@ def test_a_batch_points_at_what_predicts_each_written_token():
         ({"loss": "kl"}, "loss: expected one of"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"learning_rate": math.nan}, "learning_rate"),
+        ({"learning_rate": 1e38}, "learning_rate"),
         ({"batch_tokens": 0}, "batch_tokens"),
         ({"warm_up": 0}, "warm_up"),
     ],
