@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,9 +51,19 @@ def quantised(name: str, **changes: Any) -> QuantWeight:
     return QuantWeight(**(vars(weight) | changes))
 
 
+def has_vnni() -> bool:
+    """Whether the processor adds products of 8 bits in 32: with it no format may be refused."""
+    file = Path("/proc/cpuinfo")
+    return file.exists() and "vnni" in file.read_text()
+
+
 def force(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
+    """Let the case's format be the only one; skip what this processor cannot multiply."""
     kind, *_, format = CASES[name]
     monkeypatch.setitem(linear_cpu_quant.ORDER, kind, (format,))
+    may_saturate = format == "int8_2x8" and not has_vnni()
+    if may_saturate and "products are wrong" in pack(quantised(name), None).reason:
+        pytest.skip("sums of two products of 8 bits saturate on this processor")
     return format
 
 
