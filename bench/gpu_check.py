@@ -185,9 +185,20 @@ def _tiny_folder(parent: Path, seed: int) -> Path:
     return folder
 
 
+def _untrained(target: Path, kind: str) -> Path:
+    """A draft of one of the target's layers that may propose half of the tokens."""
+    from pagedraft.decoding.distill.start import save_student, start_student
+
+    folder = target.with_name(f"draft-{kind}")
+    student, _ = start_student(target, [0], torch.device("cpu"), kind=kind)
+    save_student(student, folder, target, "the target", torch.arange(0, 96, 2))
+    return folder
+
+
 def engine_equality() -> list[str]:
     """Return which requests of a tiny random model change with speculation or with a batch."""
     from pagedraft.decoding.params import SamplingParams
+    from pagedraft.model.draft_folder import KINDS
     from pagedraft.scheduler.llm import LLM
 
     prompts = [[5, 6, 7, 8] * 3, [11, 3], list(range(30)), [9] * 5]
@@ -217,6 +228,9 @@ def engine_equality() -> list[str]:
                 "its first layer": ("layers", None, 2),
             }
             engines |= {"n-gram": ("ngram", None, 4), "any": ("draft+suffix", other, "auto")}
+            engines |= {
+                f"untrained {kind}": ("draft", _untrained(target, kind), 3) for kind in KINDS
+            }
         for label, engine in engines.items():
             if isinstance(engine, tuple):
                 speculate, draft, num_drafts = engine
