@@ -29,7 +29,7 @@ class Sizes:
     shard: int = 64
     held_out: int = 32
     own: int = 64
-    measured: int = 8
+    measured: int = 4
     measured_tokens: int = 64
 
 

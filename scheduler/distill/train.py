@@ -173,8 +173,10 @@ class _Training:
 
     def _facts(self, trainer: Trainer, progress: dict[str, Progress]) -> dict[str, Any]:
         job = self.job
+        asked = {name: value for name, value in job.settings().items() if value is not None}
+        del asked["prompts_sha256"]  # in the facts of the prompts
         return {
-            **job.settings(),
+            **asked,
             "prompts": job.split.facts(),
             "num_texts": len(self.texts),
             "num_tokens": num_output_tokens(self.texts),
