@@ -181,8 +181,8 @@ class Trainer:
         loss, alpha, agree = (value / total for value in sums)
         return Progress(loss, alpha, agree, total)
 
-    def save(self, file: str | Path, facts: Mapping[str, object]) -> None:
-        """Write a checkpoint, whole or not at all. facts: what a resumed run must agree with."""
+    def save(self, file: str | Path) -> None:
+        """Write a checkpoint, whole or not at all."""
         tensors = {}
         for name, weight in self.student.weights.items():
             tensors[f"weight.{name}"] = weight.detach()
@@ -191,11 +191,11 @@ class Trainer:
         metadata = {
             "format": CHECKPOINT_FORMAT,
             "step": str(self.step),
-            "facts": json.dumps(self._facts(facts)),
+            "facts": json.dumps(self._facts()),
         }
         write_tensors(file, {name: t.contiguous() for name, t in tensors.items()}, metadata)
 
-    def load(self, file: str | Path, facts: Mapping[str, object]) -> None:
+    def load(self, file: str | Path) -> None:
         """Go on where a checkpoint was written; ValueError if it is of another run.
 
         ``use`` must have been called with the texts of its part of the run.
@@ -207,7 +207,7 @@ class Trainer:
                     raise ValueError(f"{file}: expected a checkpoint, got another file")
                 then, now = (
                     json.loads(metadata["facts"]),
-                    json.loads(json.dumps(self._facts(facts))),
+                    json.loads(json.dumps(self._facts())),
                 )
                 for name in sorted({*then, *now}):
                     if then.get(name) != now.get(name):
@@ -233,14 +233,14 @@ class Trainer:
                     "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(device),
                 }
 
-    def _facts(self, facts: Mapping[str, object]) -> dict[str, object]:
+    def _facts(self) -> dict[str, object]:
+        """What a resumed run must agree with."""
         texts = hashlib.sha256()
         for text in self._texts:
             texts.update(text.token_ids.numpy().tobytes())
             texts.update(text.num_prompt.to_bytes(8, "little"))
-        own = {"num_steps": self.num_steps, "texts": texts.hexdigest(), "first": self.first}
-        own |= asdict(self.options)
-        return {**own, **facts}
+        facts = {"num_steps": self.num_steps, "texts": texts.hexdigest(), "first": self.first}
+        return facts | asdict(self.options)
 
     def _next(self) -> list[int]:
         """Indices of the texts of the step that comes."""

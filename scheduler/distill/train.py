@@ -110,7 +110,7 @@ class _Training:
         job.watch.checking(0, before)
         if file.exists():
             self._use_own(trainer, read_first(file))
-            trainer.load(file, {})
+            trainer.load(file)
             job.watch.say(f"at step {trainer.step} of {trainer.num_steps}")
         saved = time.perf_counter()
         try:
@@ -123,7 +123,7 @@ class _Training:
                 now = time.perf_counter()
                 if now - saved > SAVE_SECONDS:
                     job.watch.checking(trainer.step, trainer.examine(self.held_out))
-                    trainer.save(file, {})
+                    trainer.save(file)
                     saved = time.perf_counter()
                 if job.options.steps is None and now > end:
                     job.watch.say(f"out of time at step {trainer.step} of {trainer.num_steps}")
@@ -134,9 +134,9 @@ class _Training:
             raise
         except BaseException:  # an interrupt, above all; inside an update the last save has to do
             if trainer.is_whole:
-                trainer.save(file, {})
+                trainer.save(file)
             raise
-        trainer.save(file, {})
+        trainer.save(file)
         return before, after
 
     def _rounds(self, num_steps: int) -> list[int]:
@@ -147,7 +147,7 @@ class _Training:
     def _write_own(self, trainer: Trainer) -> None:
         """A round of texts that the draft writes, unless an earlier run has it."""
         job, kind = self.job, f"own-{trainer.step}"
-        if job.state.texts(kind):
+        if job.state.last_shard(kind) is not None:
             return
         folder = job.state.path / "now"
         self._save(trainer.student, folder)

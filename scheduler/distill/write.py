@@ -17,7 +17,7 @@ def write(job: Job) -> list[Taught]:
     """The texts to learn from; those that an earlier run has written are taken as they are."""
     state = job.state
     with job.clock.phase("write") as deadline:
-        if not state.texts(HELD_OUT):
+        if state.last_shard(HELD_OUT) is None:
             _write_held_out(job)
         if state.read("written") is None:
             _write_until(job, None if job.options.texts is not None else deadline(WRITE_SHARE))
