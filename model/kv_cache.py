@@ -62,8 +62,12 @@ class KVCache:
         self.k_scale, self.v_scale = scales(), scales()
         self.features_NBE: torch.Tensor | None = None
         if features_dtype is not None:
-            sizes = num_blocks, block_size, config.embed_dim
-            self.features_NBE = torch.empty(sizes, dtype=features_dtype, device=device)
+            self.add_features(config.embed_dim, features_dtype)
+
+    def add_features(self, embed_dim: int, dtype: torch.dtype) -> None:
+        """Have a pool of states, too: from the next pass on, for the tokens that are written."""
+        sizes = self.num_blocks, self.block_size, embed_dim
+        self.features_NBE = torch.empty(sizes, dtype=dtype, device=self.k[0].device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

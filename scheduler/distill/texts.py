@@ -15,7 +15,8 @@ from pagedraft.decoding.distill.taught import Taught
 from pagedraft.decoding.estimate_text import LOGIT_ROWS, Reader
 from pagedraft.decoding.params import SamplingParams, derive_seed
 from pagedraft.kernels.normed import Normed, finish_norm
-from pagedraft.model.batch import StepBatch
+from pagedraft.model.batch import Span, StepBatch
+from pagedraft.model.feature_head import states_before
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
 from pagedraft.scheduler.llm import LLM
@@ -37,11 +38,16 @@ class _Ear:
         if layer == self._last and stage == "down_norm":
             self._rows = result
 
-    def states(self, count: int) -> torch.Tensor:
-        """The first ``count`` rows [count, E] of the last pass, fp32 and in memory of their own."""
+    def states(self, count: int, rows_Q: torch.Tensor | None = None) -> torch.Tensor:
+        """The first ``count`` rows [count, E] of the last pass, or of its rows ``rows_Q``.
+
+        fp32 and in memory of their own.
+        """
         rows, self._rows = self._rows, None
         assert rows is not None
         states_TE = finish_norm(rows) if isinstance(rows, Normed) else rows
+        if rows_Q is not None:
+            states_TE = states_TE[rows_Q]
         return states_TE[:count].float().clone()
 
 
@@ -53,9 +59,10 @@ class _Lesson:
         self.temperature = temperature
         self.states: list[torch.Tensor] = []
         self.lse: list[torch.Tensor] = []
+        self.before_PE: torch.Tensor | None = None  # states at the prompt's tokens but the last
 
-    def taught(self, request: Request, before_PE: torch.Tensor | None) -> Taught:
-        """What there is to learn so far. before_PE: states at the prompt's tokens."""
+    def taught(self, request: Request) -> Taught:
+        """What there is to learn so far."""
         num_prompt = request.sequence.num_prompt
         token_ids = request.sequence.token_ids[: num_prompt + len(self.states)]
         return Taught(
@@ -66,7 +73,7 @@ class _Lesson:
             self.encoded.prompt.kind,
             self.encoded.prompt.source,
             self.temperature,
-            before_PE,
+            self.before_PE,
         )
 
 
@@ -74,7 +81,7 @@ class Writer:
     """Lets ``target`` continue prompts and keeps what its head read.
 
     max_tokens: of a continuation. temperatures: of the texts in turn. with_prompts: keep what the
-        head would read at the prompts' tokens, too, which takes a second reading of them.
+        head would read at the prompts' tokens, too.
     """
 
     def __init__(
@@ -88,7 +95,6 @@ class Writer:
         max_rows: int = MAX_ROWS,
         with_prompts: bool = False,
     ) -> None:
-        self._reader = Reader(target, max_prompt_tokens) if with_prompts else None
         self._llm = LLM(
             target,
             speculate="off",
@@ -96,6 +102,9 @@ class Writer:
             max_rows=max_rows,
             kv_tokens=max_rows * (max_prompt_tokens + max_tokens + 64),
         )
+        self._cache = self._llm.engine.caches[0]
+        if with_prompts:
+            self._cache.add_features(target.config.embed_dim, target.activation_dtype)
         self._max_rows = max_rows
         self._max_tokens = max_tokens
         self._temperatures = tuple(temperatures)
@@ -133,12 +142,14 @@ class Writer:
                 else:
                     for row, request in enumerate(engine.step()):
                         _, lesson = lessons[request]
+                        if not lesson.states:
+                            lesson.before_PE = self._read_before(request)
                         lesson.states.append(self._states_QE[row])
                         lesson.lse.append(self._lse_Q[row])
                 for request in [request for request in lessons if request.finished]:
                     index, lesson = lessons.pop(request)
                     is_little = len(lesson.states) < MIN_OUTPUT or request.finish_reason == "error"
-                    yield index, None if is_little else self._taught(request, lesson)
+                    yield index, None if is_little else lesson.taught(request)
         finally:
             for request in lessons:
                 engine.abort(request)
@@ -153,21 +164,24 @@ class Writer:
         request = self._llm.submit(list(encoded.token_ids), params)
         return request, _Lesson(encoded, temperature)
 
-    def _taught(self, request: Request, lesson: _Lesson) -> Taught:
-        before_PE = None
-        if self._reader is not None:
-            prompt_ids = list(lesson.encoded.token_ids)
-            states_PE = torch.zeros(0, self._llm.target.config.embed_dim)
-            if len(prompt_ids) > 1:
-                states_PE, _ = _judge(self._reader, prompt_ids[:1], prompt_ids[1:])
-            before_PE = _as_fp16(states_PE)
-        return lesson.taught(request, before_PE)
+    def _read_before(self, request: Request) -> torch.Tensor | None:
+        """The states that the target's pool holds of a prompt: at all tokens but the last."""
+        if self._cache.features_NBE is None:
+            return None
+        sequence = request.sequence
+        after = sequence.token_ids[1 : sequence.num_prompt]
+        if not after:
+            return _as_fp16(torch.zeros(0, self._llm.target.config.embed_dim))
+        return _as_fp16(
+            states_before(self._cache, [Span(after, 1, sequence.block_ids, 0)], len(after))
+        )
 
     def _forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
         """The target's pass; keeps the rows that its head read."""
         logits_QV = self._llm.target.forward(batch, cache, self._ear.observe)
         if batch.num_logits:
-            self._states_QE = self._ear.states(batch.num_logits)
+            rows = None if cache.features_NBE is None else batch.logit_rows_Q
+            self._states_QE = self._ear.states(batch.num_logits, rows)
             self._lse_Q = logits_QV.logsumexp(-1)
         return logits_QV
 
