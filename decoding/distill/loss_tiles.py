@@ -22,8 +22,9 @@ from pagedraft.kernels.distill_loss import (
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # of the student and of the teacher
 
-# How far rounding may lift the sum of a teacher's probabilities over 1.
-MASS_TOLERANCE = 5e-2  # over 1: 16 bits of a state move its logits by some hundredths
+# How far rounding may lift the sum of a teacher's probabilities over 1: 16 bits of a state move its
+# logits by some hundredths, those of a product by up to a quarter where they are 64.
+MASS_TOLERANCE = {torch.float32: 5e-2, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class _Logits:
         """Return (student_nV, teacher_nV); what the last call returned is overwritten."""
         heads = self._problem.head_VE, self._problem.teacher_head_VE
         student_nV, teacher_nV = (
-            torch.mm(x_nE, head_VE[columns].T, out=self._view(buffer, len(x_nE), columns))
+            _product(x_nE, head_VE[columns].T, self._view(buffer, len(x_nE), columns))
             for buffer, x_nE, head_VE in zip(self._buffers, (h_nE, t_nE), heads, strict=True)
         )
         return student_nV, teacher_nV
@@ -76,6 +77,16 @@ class _Logits:
     def _view(buffer: torch.Tensor, num_rows: int, columns: slice) -> torch.Tensor:
         num_columns = columns.stop - columns.start
         return buffer[: num_rows * num_columns].view(num_rows, num_columns)
+
+
+def _product(
+    x_nK: torch.Tensor, weight_KM: torch.Tensor, out_nM: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return fp32 x_nK @ weight_KM, made in the weight's dtype, in ``out_nM`` if there is one."""
+    if weight_KM.dtype == torch.float32:
+        return torch.mm(x_nK, weight_KM, out=out_nM)
+    made_nM = torch.mm(x_nK.to(weight_KM.dtype), weight_KM)
+    return made_nM.float() if out_nM is None else out_nM.copy_(made_nM)
 
 
 class _Rows(NamedTuple):
@@ -133,7 +144,7 @@ def _slope_of_whole(
     write: Write = "nothing" if grad_nE is None else "gradient"
     distill_terms(*pair, *lse_n, sums, terms=problem.loss.terms, write=write)
     if grad_nE is not None:
-        torch.mm(pair[0], problem.head_VE, out=grad_nE)
+        _product(pair[0], problem.head_VE, grad_nE)
 
 
 def _slope_of_chunks(
@@ -149,8 +160,8 @@ def _slope_of_chunks(
     for columns, pair in zip(problem.chunks, made, strict=True):
         distill_terms(*pair, *lse_n, sums, terms=problem.loss.terms, write=write)
         if grad_nE is not None and mean_nE is not None:
-            grad_nE.addmm_(pair[1], problem.head_VE[columns])
-            mean_nE.addmm_(pair[0], problem.head_VE[columns])
+            grad_nE.add_(_product(pair[1], problem.head_VE[columns]))
+            mean_nE.add_(_product(pair[0], problem.head_VE[columns]))
     if grad_nE is not None and mean_nE is not None:
         grad_nE.addcmul_(mean_nE, sums.slope_N[:, None], value=-1)
 
@@ -169,7 +180,7 @@ class DistillLoss(torch.autograd.Function):
             grad_nE = None if grad_NE is None else grad_NE[tokens]
             tiles.append(_run_tile(problem, logits, h_NE[tokens], tokens, grad_nE))
         rows = _Rows(*(torch.cat(parts) for parts in zip(*tiles, strict=True)))
-        _check_rows(rows)
+        _check_rows(rows, 1 + MASS_TOLERANCE[problem.teacher_head_VE.dtype])
         ctx.save_for_backward(grad_NE)
         ctx.mark_non_differentiable(rows.alpha_n, rows.agree_n)
         return (rows.value_n * problem.weight_N).sum(), rows.alpha_n, rows.agree_n
@@ -181,7 +192,7 @@ class DistillLoss(torch.autograd.Function):
         return grad_loss * grad_NE, None, None
 
 
-def _check_rows(rows: _Rows) -> None:
+def _check_rows(rows: _Rows, max_mass: float) -> None:
     is_bad_N = ~rows.defined_n.isfinite()
     if bool(is_bad_N.any()):
         row = int(is_bad_N.nonzero()[0])
@@ -189,7 +200,7 @@ def _check_rows(rows: _Rows) -> None:
             f"h_NE, t_NE or a head: expected finite logits, got some of row {row} that are not "
             f"(its loss: {rows.value_n[row].item()})"
         )
-    is_over_N = rows.mass_n > 1 + MASS_TOLERANCE
+    is_over_N = rows.mass_n > max_mass
     if bool(is_over_N.any()):
         row = int(is_over_N.nonzero()[0])
         raise ValueError(

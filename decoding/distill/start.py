@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from pagedraft.decoding.distill.student import FUSE, Student, first_fusion, first_tensors, rms
+from pagedraft.decoding.distill.fit import SILENT, fit_fusion, state_rms
+from pagedraft.decoding.distill.student import FUSE, Student, first_tensors
 from pagedraft.decoding.distill.taught import Taught
 from pagedraft.model.config import ModelConfig
 from pagedraft.model.draft_format import own_parts
@@ -74,12 +75,12 @@ def start_student(
     device: torch.device,
     *,
     kind: str = "layers",
-    state_rms: float = 1.0,
-    seed: int = 0,
+    texts: Sequence[Taught] = (),
 ) -> tuple[Student, torch.Tensor]:
     """A student made of the target's ``layers``, and the fp32 rows of the target's head [V, E].
 
-    kind: "layers" or "head". state_rms: root mean square of the target's states, for a head.
+    kind: "layers" or "head". texts: that a head's start is fitted to, see fit.py;
+        without any it reads the sum of state and token.
     """
     config = ModelConfig.from_folder(folder)
     if config.quantization is not None:
@@ -92,11 +93,16 @@ def start_student(
     weights = load_weights(folder, config, dtype=torch.float32, device=device)
     embed_VE = weights["embed"]
     tensors = first_tensors(weights, layers)
-    if kind == "head":
-        fusion = first_fusion(rms(embed_VE), state_rms, config.embed_dim, seed)
-        tensors[FUSE] = fusion.to(device)
+    size = state_rms(texts) if texts else 1.0
+    if kind == "head" and texts:
+        tensors[FUSE] = fit_fusion(texts, embed_VE, tensors["final_norm"]).to(device)
+        for name in tensors:
+            if name.rpartition(".")[2] in SILENT:
+                tensors[name] = torch.zeros_like(tensors[name])
+    elif kind == "head":
+        tensors[FUSE] = torch.eye(config.embed_dim, device=device).repeat(1, 2)
     config = replace(config, num_layers=len(layers))
-    student = Student(config, tensors, embed_VE, state_rms).to(device)
+    student = Student(config, tensors, embed_VE, size).to(device)
     return student, weights.get("head", embed_VE)
 
 

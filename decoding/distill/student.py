@@ -20,7 +20,6 @@ from pagedraft.model.rope import rope_table
 LAYER_WEIGHTS = ("input_norm", "qkv", "o", "post_norm", "gate_up", "down")
 FUSE = "fuse"  # of a feature head, [E, 2 E]: of the state before and the token, what layers read
 OPTIONAL_WEIGHTS = ("qkv_bias", "o_bias", "q_norm", "k_norm")
-FIRST_STATES = 0.35  # how much a feature head sees of states at first, beside tokens
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
@@ -81,7 +80,7 @@ class Student(nn.Module):
         if FUSE in self.weights:
             assert states_BLE is not None
             both = (states_BLE / self.state_rms, residual_BLE / self.embed_rms)
-            residual_BLE = F.linear(torch.cat(both, dim=-1), self.weights[FUSE])
+            residual_BLE = F.linear(torch.cat(both, dim=-1), self.weights[FUSE]).float()
         for index in range(self.config.num_layers):
             residual_BLE = self._layer(index, residual_BLE)
         return self._norm(residual_BLE, self.weights["final_norm"])
@@ -153,14 +152,6 @@ def first_tensors(
 def rms(values: torch.Tensor) -> float:
     """Root mean square."""
     return float(values.float().square().mean().sqrt())
-
-
-def first_fusion(embed_rms: float, state_rms: float, embed_dim: int, seed: int) -> torch.Tensor:
-    """What a feature head begins with: the token as it is, and a little noise of the state."""
-    generator = torch.Generator().manual_seed(seed)
-    states_EE = torch.randn(embed_dim, embed_dim, generator=generator)
-    scale = FIRST_STATES * embed_rms / (state_rms * embed_dim**0.5)
-    return torch.cat([scale * states_EE, torch.eye(embed_dim)], dim=1)
 
 
 def _key(name: str) -> str:

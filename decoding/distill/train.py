@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from pagedraft.decoding.distill.losses import LOSSES, LossResult, distill_loss
+from pagedraft.decoding.distill.precision import DTYPES, products_in, resolve_dtype
 from pagedraft.decoding.distill.student import Student
 from pagedraft.decoding.distill.taught import Taught, write_tensors
 
@@ -38,6 +39,10 @@ class TrainOptions:
     clip: most norm of the gradient. betas, weight_decay: AdamW's.
     unroll: of a feature head: how many drafts in a row it learns to make, reading its own states
         after the first; each counts DECAY times the one before.
+    state_weight: of a feature head: how much it counts how far its states are from the target's,
+        which later drafts in a row read in their place: smooth L1 of both before the final norm's
+        weight.
+    dtype: of products, a name of DTYPES or "auto", see precision.py.
     """
 
     loss: str = "forward_kl"
@@ -49,6 +54,8 @@ class TrainOptions:
     betas: tuple[float, float] = (0.9, 0.95)
     seed: int = 0
     unroll: int = 1
+    state_weight: float = 0.0
+    dtype: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -58,9 +65,17 @@ class TrainOptions:
                 f"learning_rate: expected above 0 and at most {MAX_RATE:g}, got "
                 f"{self.learning_rate}"
             )
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype: expected one of {['auto', *DTYPES]}, got {self.dtype!r}")
+        if not 0 <= self.state_weight < math.inf:
+            raise ValueError(f"state_weight: expected at least 0, got {self.state_weight}")
         for name in ("batch_tokens", "warm_up", "unroll"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+    def resolve(self, device: torch.device) -> TrainOptions:
+        """The same with a dtype of DTYPES."""
+        return replace(self, dtype=resolve_dtype(self.dtype, device))
 
     def rate(self, step: int, num_steps: int) -> float:
         """The learning rate of step ``step``, from 0 on."""
@@ -128,11 +143,11 @@ class Trainer:
         if num_steps < 1:
             raise ValueError(f"num_steps: expected at least 1, got {num_steps}")
         self.student = student
-        self.options = options
+        self.options = options = options.resolve(head_UE.device)
         self.num_steps = num_steps
         self.step = 0
         self.is_whole = True
-        self._head_UE = head_UE
+        self._head_UE = head_UE.to(DTYPES[options.dtype])
         self._optimizer = torch.optim.AdamW(
             student.parameters(),
             lr=options.learning_rate,
@@ -256,20 +271,22 @@ class Trainer:
         first, before_BLE, share = None, batch.before_BLE, 1.0
         total = torch.zeros((), device=self._head_UE.device)
         for _ in range(self.options.unroll):
-            hidden_BLE = self.student(batch.tokens_BL, before_BLE)
+            with products_in(self.options.dtype, self._head_UE.device):
+                hidden_BLE = self.student(batch.tokens_BL, before_BLE).float()
             if not bool(hidden_BLE.isfinite().all()):
                 raise Diverged(
                     f"step {self.step}: the draft's states are no numbers any more; the learning "
                     f"rate of {self.options.learning_rate:g} is too high"
                 )
+            written_NE = hidden_BLE.flatten(0, 1)[batch.places_N]
             result = distill_loss(
-                hidden_BLE.flatten(0, 1)[batch.places_N],
+                written_NE,
                 batch.states_NE,
                 self._head_UE,
                 loss=self.options.loss,
                 teacher_lse_N=batch.lse_N,
             )
-            total = total + share * result.loss
+            total = total + share * (result.loss + self._apart(written_NE, batch))
             share *= DECAY
             first = first or result
             if before_BLE is None:
@@ -277,6 +294,15 @@ class Trainer:
             before_BLE = shift(hidden_BLE)
         assert first is not None
         return first._replace(loss=total)
+
+    def _apart(self, written_NE: torch.Tensor, batch: Batch) -> torch.Tensor | float:
+        """How far a feature head's states are from the target's, weighted."""
+        if batch.before_BLE is None or not self.options.state_weight:
+            return 0.0
+        weight_E = self.student.weights["final_norm"].detach()
+        scale_E = torch.where(weight_E != 0, 1 / weight_E, 0.0)
+        apart = F.smooth_l1_loss(written_NE * scale_E, batch.states_NE * scale_E)
+        return self.options.state_weight * apart
 
 
 def shift(states_BLE: torch.Tensor) -> torch.Tensor:

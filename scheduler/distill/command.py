@@ -21,7 +21,8 @@ from pagedraft.scheduler.distill.options import DistillOptions
 from pagedraft.scheduler.distill.run import DistillRun
 
 LEARNS = "draft learns"
-UNROLL = 2  # drafts in a row that a head learns to make
+STATE_WEIGHT = 10.0  # of a head, beside its loss
+RATES = {"layers": 2e-3, "head": 5e-4}  # a head begins as a good guess, which large steps undo
 
 
 def add_distill_command(commands: Any) -> None:
@@ -65,9 +66,14 @@ def add_distill_command(commands: Any) -> None:
     parser.add_argument(
         "--loss", default="forward_kl", help=f"one of {', '.join(LOSSES)} (forward_kl)"
     )
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="at its highest (2e-3)")
+    parser.add_argument(
+        "--learning-rate", type=float, help="at its highest (2e-3; 5e-4 for a head)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of prompts, texts and batches (0)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument(
+        "--dtype", default="auto", help="of products in training: fp32, bf16 or auto"
+    )
     parser.add_argument("--keep", action="store_true", help="keep texts and checkpoint afterwards")
     parser.set_defaults(command=run_distill)
 
@@ -78,6 +84,12 @@ def _layers(text: str) -> int | tuple[int, ...]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected 2 or 0,14,29, got {text!r}") from None
     return numbers[0] if "," not in text else numbers
+
+
+def _rate(args: argparse.Namespace) -> float:
+    if args.learning_rate is not None:
+        return float(args.learning_rate)
+    return RATES.get(args.kind, RATES["layers"])
 
 
 def run_distill(args: argparse.Namespace) -> int:
@@ -99,9 +111,10 @@ def run_distill(args: argparse.Namespace) -> int:
         device=args.device,
         train=TrainOptions(
             loss=args.loss,
-            learning_rate=args.learning_rate,
+            learning_rate=_rate(args),
             seed=args.seed,
-            unroll=UNROLL if args.kind == "head" else 1,
+            dtype=args.dtype,
+            state_weight=STATE_WEIGHT if args.kind == "head" else 0.0,
         ),
     )
     console = Console(highlight=False, markup=False, soft_wrap=True)

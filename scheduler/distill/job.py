@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,7 @@ def prepare(options: DistillOptions, watch: Watch) -> Job:
     )
     sides = split(prompts, options.held_out, options.seed)
     target = load_model(options.target, device=options.device)
+    options = replace(options, train=options.train.resolve(target.device))
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         raise ValueError(f"--target: {folder} has no tokenizer, so it cannot read prompts")

@@ -18,7 +18,7 @@ from pagedraft.decoding.distill.start import (
     save_student,
     start_student,
 )
-from pagedraft.decoding.distill.student import Student, rms
+from pagedraft.decoding.distill.student import Student
 from pagedraft.decoding.distill.taught import Taught, num_output_tokens
 from pagedraft.decoding.distill.train import Diverged, Progress, Trainer, read_first
 from pagedraft.decoding.params import derive_seed
@@ -31,7 +31,6 @@ REPORT_SHARE = 0.12  # of the run's time that is left for the report
 SAVE_SECONDS = 60.0  # between checkpoints
 PROBE_STEPS = 5  # steps that are timed, and forgotten, before their number is settled
 LATE = 1.25  # times the run's minutes: where training ends on a machine that has slowed down
-RMS_TEXTS = 32  # texts that the size of states is taken from
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,12 @@ class _Training:
         self.held_out = job.state.texts(HELD_OUT)
         options, device = job.options, job.target.device
         self.ids_U = choose_vocabulary(texts, options.vocab, job.target.config.vocab_size)
-        states_NE = torch.cat([text.states_NE for text in texts[:RMS_TEXTS]])
         self.student, head_VE = start_student(
             job.folder,
             job.layers,
             device,
             kind=options.kind,
-            state_rms=rms(states_NE),
-            seed=options.seed,
+            texts=texts,
         )
         self.head_UE = head_VE if self.ids_U is None else head_VE[self.ids_U.to(device)]
 
