@@ -119,7 +119,7 @@ H, T, W = torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(6, 4)
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "loss": ({"loss": "mse"}, ValueError, r"loss: expected one of \['forward_kl'.*got 'mse'"),
     "h_dtype": ({"h_NE": H.double()}, TypeError, "h_NE: expected dtype float32, got float64"),
-    "head_dtype": ({"head_VE": W.bfloat16()}, TypeError, "head_VE: expected dtype float32"),
+    "head_dtype": ({"head_VE": W.half()}, TypeError, "head_VE: expected dtype float32 or bfloat16"),
     "h_axes": ({"h_NE": torch.zeros(4)}, ValueError, r"h_NE: expected shape \(\*, \*\)"),
     "no_tokens": ({"h_NE": torch.zeros(0, 4)}, ValueError, "h_NE: expected no empty axis"),
     "tokens": ({"t_NE": torch.zeros(2, 4)}, ValueError, r"t_NE: expected shape \(3, \*\)"),

@@ -242,3 +242,21 @@ def test_a_step_along_the_gradient_lowers_each_loss() -> None:
     moved = {loss: given._replace(h_NE=given.h_NE - 0.1 * g) for loss, (_, g) in before.items()}
     after = {loss: run_loss(loss, moved[loss])[0].loss.item() for loss in LOSSES}
     assert all(after[loss] < before[loss][0].loss.item() for loss in LOSSES)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", ["whole", "tiles_and_chunks", "warm_and_cut"])
+def test_bf16_heads_round_products_and_nothing_else(name: str, loss: str) -> None:
+    given, options = _case(name)
+    halves = given._replace(
+        head_VE=given.head_VE.bfloat16(), teacher_head_VE=given.teacher_head_VE.bfloat16()
+    )
+    result, grad_NE = run_loss(loss, halves, **options)
+    mean, exact_NE, alpha_N = _exact(
+        loss, given, options["teacher_lse_N"], options["temperature"], options["weight_N"]
+    )
+    assert result.loss.dtype == grad_NE.dtype == torch.float32
+    torch.testing.assert_close(result.loss.detach().double(), mean, rtol=0.03, atol=0.03)
+    torch.testing.assert_close(result.alpha_N.double(), alpha_N, rtol=0.03, atol=0.03)
+    assert (grad_NE.double() - exact_NE).abs().max() <= 0.15 * exact_NE.abs().max()
+    assert not torch.equal(result.loss.detach(), run_loss(loss, given, **options)[0].loss.detach())

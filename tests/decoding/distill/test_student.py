@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from pagedraft.decoding.distill.fit import fit_fusion
 from pagedraft.decoding.distill.start import (
     choose_vocabulary,
     coverage,
@@ -12,12 +15,7 @@ from pagedraft.decoding.distill.start import (
     save_student,
     start_student,
 )
-from pagedraft.decoding.distill.student import (
-    FIRST_STATES,
-    FUSE,
-    Student,
-    first_fusion,
-)
+from pagedraft.decoding.distill.student import FUSE, Student
 from pagedraft.model.draft_folder import load_draft
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
@@ -94,15 +92,18 @@ def test_a_target_without_so_many_layers_is_refused(tmp_path):
 class TestFeatureHead:
     def head(self, folder, state_rms: float = 2.0) -> Student:
         plain, _ = start_student(folder, [0], CPU)
-        fusion = first_fusion(plain.embed_rms, state_rms, plain.config.embed_dim, 0)
-        tensors = {**plain.tensors(), FUSE: fusion}
+        tensors = {**plain.tensors(), FUSE: self.fusion(plain.config.embed_dim)}
         return Student(plain.config, tensors, plain.embed_VE, state_rms)
+
+    def fusion(self, embed_dim: int) -> torch.Tensor:
+        return torch.cat([0.1 * torch.randn(embed_dim, embed_dim), torch.eye(embed_dim)], dim=1)
 
     def test_its_tensors_are_what_it_was_given(self, tmp_path):
         save_tiny(tmp_path, "llama")
+        torch.manual_seed(0)
         head = self.head(tmp_path)
-        expected = first_fusion(head.embed_rms, 2.0, head.config.embed_dim, 0)
-        torch.testing.assert_close(head.tensors()[FUSE], expected)
+        torch.manual_seed(0)
+        torch.testing.assert_close(head.tensors()[FUSE], self.fusion(head.config.embed_dim))
 
     def test_without_states_it_is_a_draft_of_one_layer(self, tmp_path):
         save_tiny(tmp_path, "llama")
@@ -120,11 +121,55 @@ class TestFeatureHead:
         differs_L = (head(tokens_BL, states_BLE) - hidden_BLE).abs().amax(-1)[0] > 1e-4
         assert differs_L.tolist() == [False] * 4 + [True] * 5
 
-    def test_the_first_states_are_a_share_of_the_tokens(self):
-        fusion = first_fusion(0.1, 3.0, 256, 0)
-        states_NE = 3.0 * torch.randn(100, 256)
-        share = (states_NE @ fusion[:, :256].T).std() / 0.1
-        assert share.item() == pytest.approx(FIRST_STATES, rel=0.05)
+
+class TestFit:
+    """What a head begins with, where the target's next state is linear in what the head reads."""
+
+    def texts(self, embed_VE: torch.Tensor, fusion: torch.Tensor, weight_E: torch.Tensor):
+        texts = random_texts(40, num_prompt=5, num_output=12, embed_dim=embed_VE.shape[1])
+        fitting = []
+        for text in texts:
+            states = [torch.randn(embed_VE.shape[1])]
+            for token_id in text.token_ids[1:-1].tolist():
+                read = torch.cat([states[-1], embed_VE[token_id]])
+                states.append((fusion @ read) * weight_E)
+            states_TE = torch.stack(states).half()
+            fitting.append(replace(text, before_PE=states_TE[:4], states_NE=states_TE[4:]))
+        return fitting
+
+    def test_the_fit_finds_the_linear_map_that_there_is(self):
+        torch.manual_seed(1)
+        embed_VE, weight_E = torch.randn(97, 16), 0.5 + torch.rand(16)
+        fusion = torch.cat([0.2 * torch.randn(16, 16), torch.randn(16, 16)], dim=1)
+        found = fit_fusion(self.texts(embed_VE, fusion, weight_E), embed_VE, weight_E)
+        torch.testing.assert_close(found, fusion, atol=0.06, rtol=0.05)
+
+    def test_nothing_is_asked_where_the_norms_weight_is_0(self):
+        torch.manual_seed(1)
+        embed_VE, weight_E = torch.randn(97, 16), torch.ones(16)
+        weight_E[3] = 0.0
+        fusion = torch.cat([0.2 * torch.randn(16, 16), torch.randn(16, 16)], dim=1)
+        found = fit_fusion(self.texts(embed_VE, fusion, weight_E), embed_VE, weight_E)
+        assert found.isfinite().all()
+        assert not found[3].any()
+
+    def test_a_head_that_was_fitted_is_its_fit_before_its_first_step(self, tmp_path):
+        save_tiny(tmp_path, "llama")
+        plain, _ = start_student(tmp_path, [0], CPU)
+        width = plain.config.embed_dim
+        texts = [
+            replace(text, before_PE=torch.randn(text.num_prompt - 1, width).half())
+            for text in random_texts(12, embed_dim=width)
+        ]
+        student, _ = start_student(tmp_path, [0], CPU, kind="head", texts=texts)
+        weight_E = student.weights["final_norm"].detach()
+        fusion = fit_fusion(texts, plain.embed_VE, weight_E)
+        states_BLE, tokens_BL = torch.randn(1, len(TOKENS), width), torch.tensor([TOKENS])
+        read_BLD = torch.cat([states_BLE, plain.embed_VE[tokens_BL].float()], dim=-1)
+        expected_BLE = torch.nn.functional.rms_norm(
+            read_BLD @ fusion.T, (width,), weight_E, plain.config.rms_eps
+        )
+        torch.testing.assert_close(student(tokens_BL, states_BLE), expected_BLE)
 
 
 class TestVocabulary:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pagedraft.decoding.distill.precision import DTYPES, resolve_dtype
 from pagedraft.decoding.distill.start import start_student
-from pagedraft.decoding.distill.student import FUSE, Student, first_fusion
 from pagedraft.decoding.distill.taught import Taught, load_taught, num_output_tokens, save_taught
 from pagedraft.decoding.distill.train import (
     FINAL_RATE,
@@ -227,11 +227,10 @@ def test_bad_options_are_refused(changes, message):
 
 
 class TestFeatureHead:
-    def trainer(self, folder, texts, unroll: int) -> Trainer:
-        plain, head_VE = start_student(folder, [0], CPU)
-        fusion = first_fusion(plain.embed_rms, 1.0, plain.config.embed_dim, 0)
-        student = Student(plain.config, {**plain.tensors(), FUSE: fusion}, plain.embed_VE)
-        return Trainer(student, head_VE, texts, replace(OPTIONS, unroll=unroll), 40)
+    def trainer(self, folder, texts, unroll: int, **options: object) -> Trainer:
+        student, head_VE = start_student(folder, [0], CPU, kind="head")
+        chosen = replace(OPTIONS, unroll=unroll, **options)
+        return Trainer(student, head_VE, texts, chosen, 40)
 
     def texts(self, folder) -> list[Taught]:
         return [
@@ -264,6 +263,34 @@ class TestFeatureHead:
         assert torch.equal(both.alpha_N, first.alpha_N)
         assert second.loss.item() != pytest.approx(both.loss.item())
 
+    def test_its_states_are_drawn_to_the_targets(self, folder):
+        texts = self.texts(folder)
+        batch = make_batch(texts, CPU)
+        apart = []
+        for weight in (0.0, 10.0):
+            trainer = self.trainer(folder, texts, 1, state_weight=weight)
+            while trainer.step < 40:
+                trainer.advance()
+            states_BLE = trainer.student(batch.tokens_BL, batch.before_BLE).detach()
+            written_NE = states_BLE.flatten(0, 1)[batch.places_N]
+            apart.append((written_NE - batch.states_NE).abs().mean().item())
+        assert apart[1] < 0.7 * apart[0]
+
+    def test_what_that_counts_is_smooth_l1_before_the_norms_weight(self, folder):
+        texts = self.texts(folder)
+        batch = make_batch(texts, CPU)
+        without, with_it = (
+            self.trainer(folder, texts, 1, state_weight=weight) for weight in (0.0, 3.0)
+        )
+        weight_E = with_it.student.weights["final_norm"].detach()
+        with torch.no_grad():
+            states_BLE = with_it.student(batch.tokens_BL, batch.before_BLE)
+            difference_NE = states_BLE.flatten(0, 1)[batch.places_N] - batch.states_NE
+            size_NE = (difference_NE / weight_E).abs()
+            apart = torch.where(size_NE < 1, size_NE**2 / 2, size_NE - 0.5).mean().item()
+            expected = without._loss(batch).loss.item() + 3 * apart
+            assert with_it._loss(batch).loss.item() == pytest.approx(expected, rel=1e-5)
+
     def test_the_states_before_are_at_the_tokens_after(self, folder):
         texts = self.texts(folder)[:3]
         batch = make_batch(texts, CPU)
@@ -281,6 +308,44 @@ class TestFeatureHead:
             save_taught(file, [*texts, replace(texts[0], before_PE=None)])
         with pytest.raises(ValueError, match="expected states of 2 tokens of the prompt"):
             replace(texts[0], before_PE=texts[0].before_PE[1:])
+
+
+class TestDtype:
+    def test_auto_is_settled_before_a_checkpoint_knows_it(self, folder):
+        trainer = trainer_of(folder, texts_of(folder), options=replace(OPTIONS, dtype="auto"))
+        assert trainer.options.dtype == resolve_dtype("auto", CPU)
+        assert trainer._facts()["dtype"] in DTYPES
+
+    @pytest.mark.parametrize(
+        ("features", "expected"),
+        [
+            ({"avx512_bf16": True}, "bf16"),
+            ({"amx_bf16": False, "avx2": True}, "fp32"),
+            ({}, "fp32"),
+        ],
+    )
+    def test_auto_asks_the_processor(self, monkeypatch, features, expected):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
+        assert resolve_dtype("auto", CPU) == expected
+        assert resolve_dtype("fp32", CPU) == "fp32"
+
+    @pytest.mark.parametrize("kind", ["layers", "head"])
+    def test_bf16_learns_nearly_as_fp32(self, folder, kind):
+        texts = texts_of(folder)
+        if kind == "head":
+            texts = TestFeatureHead().texts(folder)
+        found = {}
+        for dtype in DTYPES:
+            student, head_VE = start_student(folder, [0], CPU, kind=kind)
+            trainer = Trainer(student, head_VE, texts, replace(OPTIONS, dtype=dtype), 40)
+            first = trainer.examine(texts).loss
+            while trainer.step < 40:
+                trainer.advance()
+            assert all(weight.dtype == torch.float32 for weight in student.parameters())
+            found[dtype] = first, trainer.examine(texts).loss
+        assert found["bf16"] == pytest.approx(found["fp32"], rel=0.1)
+        assert found["bf16"] != found["fp32"]
+        assert found["bf16"][1] < 0.6 * found["bf16"][0]
 
 
 class TestTaught:
