@@ -65,7 +65,7 @@ def load_draft(folder: str | Path, target: Transformer, *, weights: str = "auto"
     if config.quantization is not None:
         raise ValueError(f"{folder}: expected plain tensors, got a quantization_config")
     check_weights(weights, config, target.device)
-    own = _read_own(folder, entry, config, target, weights)
+    own = read_own(folder, entry, config, dtype=target.dtype, device=target.device, weights=weights)
     ids_U = own.pop(VOCAB_IDS, None)
     own["embed"] = target.embed_VE
     own["head"] = target.head if ids_U is None else cut_head(target, ids_U)
@@ -89,10 +89,16 @@ def _check_target(folder: Path, entry: DraftEntry, target: Transformer) -> None:
         )
 
 
-def _read_own(
-    folder: Path, entry: DraftEntry, config: ModelConfig, target: Transformer, weights: str
+def read_own(
+    folder: Path,
+    entry: DraftEntry,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: str = "auto",
 ) -> dict[str, Any]:
-    """The draft's own weights by our names, and its token ids, if it has such, as VOCAB_IDS."""
+    """A draft's own weights by our names, and its token ids, if it has such, as VOCAB_IDS."""
     try:
         parts = own_parts(config, entry.kind)
     except ValueError as error:
@@ -110,7 +116,7 @@ def _read_own(
             ignored=(),
             endings=FAMILIES[config.family].buffers,
         )
-        own = read_parts(files, parts, dtype=target.dtype, device=target.device, weights=weights)
+        own = read_parts(files, parts, dtype=dtype, device=device, weights=weights)
         if entry.vocab is not None:
             own[VOCAB_IDS] = files[VOCAB_IDS].read(VOCAB_IDS).long()
     if entry.vocab is not None:

@@ -12,8 +12,10 @@ from pagedraft.decoding.distill.fit import SILENT, fit_fusion, state_rms
 from pagedraft.decoding.distill.student import FUSE, Student, first_tensors
 from pagedraft.decoding.distill.taught import Taught
 from pagedraft.model.config import ModelConfig
-from pagedraft.model.draft_format import own_parts
+from pagedraft.model.draft_folder import read_own
+from pagedraft.model.draft_format import VOCAB_IDS, own_parts, read_entry
 from pagedraft.model.draft_save import save_draft
+from pagedraft.model.fingerprint import fingerprint
 from pagedraft.model.weights import load_weights
 
 STARTS = ("first", "even", "last")
@@ -76,11 +78,13 @@ def start_student(
     *,
     kind: str = "layers",
     texts: Sequence[Taught] = (),
+    begin: Path | None = None,
 ) -> tuple[Student, torch.Tensor]:
     """A student made of the target's ``layers``, and the fp32 rows of the target's head [V, E].
 
     kind: "layers" or "head". texts: that a head's start is fitted to, see fit.py;
-        without any it reads the sum of state and token.
+        without any it reads the sum of state and token. begin: a draft of that kind and target to
+        take the weights of.
     """
     config = ModelConfig.from_folder(folder)
     if config.quantization is not None:
@@ -94,7 +98,9 @@ def start_student(
     embed_VE = weights["embed"]
     tensors = first_tensors(weights, layers)
     size = state_rms(texts) if texts else 1.0
-    if kind == "head" and texts:
+    if begin is not None:
+        tensors = _tensors_of(begin, folder, kind, len(layers), device)
+    elif kind == "head" and texts:
         tensors[FUSE] = fit_fusion(texts, embed_VE, tensors["final_norm"]).to(device)
         for name in tensors:
             if name.rpartition(".")[2] in SILENT:
@@ -104,6 +110,28 @@ def start_student(
     config = replace(config, num_layers=len(layers))
     student = Student(config, tensors, embed_VE, size).to(device)
     return student, weights.get("head", embed_VE)
+
+
+def _tensors_of(
+    draft: Path, target_folder: Path, kind: str, num_layers: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The weights of a draft in fp32; ValueError if it is of another kind, size or target."""
+    entry = read_entry(draft)
+    if entry is None:
+        raise ValueError(f"{draft}: expected a draft to begin with, got a model of its own")
+    config = ModelConfig.from_folder(draft)
+    for name, found, expected in (
+        ("kind", entry.kind, kind),
+        ("layers", config.num_layers, num_layers),
+        ("target", entry.target_sha256[:12], fingerprint(target_folder)[:12]),
+    ):
+        if found != expected:
+            raise ValueError(
+                f"{draft}: expected a draft to begin with of {name} {expected}, got {found}"
+            )
+    own = read_own(draft, entry, config, dtype=torch.float32, device=device)
+    own.pop(VOCAB_IDS, None)
+    return own
 
 
 def save_student(

@@ -49,6 +49,13 @@ def add_distill_command(commands: Any) -> None:
         "--start", default="first", help=f"from where they are taken: {', '.join(STARTS)} (first)"
     )
     parser.add_argument(
+        "--from",
+        type=Path,
+        dest="begin",
+        metavar="DRAFT",
+        help="a draft of the same kind, size and target whose training goes on",
+    )
+    parser.add_argument(
         "--vocab", type=int, default=16384, help="most tokens that it may propose (16384)"
     )
     parser.add_argument("--minutes", type=float, default=20.0, help="of the whole run (20)")
@@ -57,6 +64,9 @@ def add_distill_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--held-out", type=float, default=0.1, help="share of the prompts for the report (0.1)"
+    )
+    parser.add_argument(
+        "--skip", type=int, default=0, help="prompts to leave out, which it has learnt from (0)"
     )
     parser.add_argument("--texts", type=int, help="texts to write (as many as the time allows)")
     parser.add_argument("--steps", type=int, help="training steps (as many as the time allows)")
@@ -107,6 +117,8 @@ def run_distill(args: argparse.Namespace) -> int:
         texts=args.texts,
         steps=args.steps,
         on_policy=args.on_policy,
+        begin=args.begin,
+        skip=args.skip,
         seed=args.seed,
         device=args.device,
         train=TrainOptions(

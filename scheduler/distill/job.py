@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from pagedraft.model.demo import resolve_model
 from pagedraft.model.draft_save import check_replaceable
 from pagedraft.model.fingerprint import fingerprint
 from pagedraft.model.transformer import Transformer
+from pagedraft.model.weight_files import SINGLE
 from pagedraft.scheduler.distill.options import DistillOptions
 
 
@@ -147,9 +149,16 @@ def _fixed(options: DistillOptions, folder: Path, sides: Split) -> dict[str, Any
         "kind": options.kind,
         "seed": options.seed,
         "texts": options.texts,
+        "skip": options.skip,
         "sizes": asdict(options.sizes),
         "prompts_sha256": sides.hashes,
     }
+
+
+def _sha256(draft: Path) -> str:
+    """Of a draft's weights."""
+    with (draft / SINGLE).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _free(options: DistillOptions, layers: list[int]) -> dict[str, Any]:
@@ -160,5 +169,6 @@ def _free(options: DistillOptions, layers: list[int]) -> dict[str, Any]:
         "minutes": options.minutes,
         "steps": options.steps,
         "on_policy": options.on_policy,
+        "begin": None if options.begin is None else _sha256(options.begin),
         "train": asdict(options.train),
     }

@@ -42,6 +42,8 @@ class DistillOptions:
         None: 2, or the one that a head has.
     vocab: most tokens that the draft may propose. minutes: of the whole run.
     prompts: a text file or folder; None: the demo's. held_out: share of the prompts, by source.
+    begin: a draft of the same kind, size and target whose training goes on; None: a new one.
+    skip: prompts that are left out, because what goes on has learnt from them.
     texts, steps: in place of what fits the minutes. on_policy: rounds in which the draft writes.
         0 by default: a draft only counts after text that the target would have written, so texts
         of its own teach it states that decoding does not ask for.
@@ -59,6 +61,8 @@ class DistillOptions:
     texts: int | None = None
     steps: int | None = None
     on_policy: int = 0
+    begin: Path | None = None
+    skip: int = 0
     seed: int = 0
     device: str = "auto"
     train: TrainOptions = field(default_factory=TrainOptions)
@@ -76,6 +80,7 @@ class DistillOptions:
         check_int("--vocab", self.vocab, 1)
         check_int("--seed", self.seed, 0, 2**32 - 1)
         check_int("--on-policy", self.on_policy, 0)
+        check_int("--skip", self.skip, 0)
         for name in ("texts", "steps"):
             if getattr(self, name) is not None:
                 check_int(f"--{name}", getattr(self, name), 1)

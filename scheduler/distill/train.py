@@ -61,6 +61,7 @@ class _Training:
             device,
             kind=options.kind,
             texts=texts,
+            begin=options.begin,
         )
         self.head_UE = head_VE if self.ids_U is None else head_VE[self.ids_U.to(device)]
 

@@ -42,19 +42,25 @@ def _write_held_out(job: Job) -> None:
 def _write_until(job: Job, end: float | None) -> None:
     """A shard after the other; the last one, at the deadline, as far as it got."""
     last, kept = job.state.last_shard(TEXTS), job.state.texts(TEXTS)
-    first = 0 if last is None else last + job.options.sizes.shard
+    options = job.options
+    first = options.skip if last is None else last + options.sizes.shard
     num_texts, num_tokens = len(kept), num_output_tokens(kept)
     began = time.perf_counter()
-    prompts = job.train_prompts[: job.options.texts]
+    end_prompt = None if options.texts is None else options.skip + options.texts
+    prompts = job.train_prompts[:end_prompt]
+    if options.skip >= len(prompts):
+        raise ValueError(
+            f"--skip: expected fewer than the {len(prompts)} prompts there are, got {options.skip}"
+        )
     writer = _writer(job)
     while first < len(prompts) and (end is None or time.perf_counter() < end):
-        piece = prompts[first : first + job.options.sizes.shard]
+        piece = prompts[first : first + options.sizes.shard]
         found: list[tuple[int, Taught]] = []
         for number, (index, text) in enumerate(writer.write(piece, first, end), start=1):
             if text is not None:
                 found.append((index, text))
                 num_tokens += text.num_output
-            share = (first + number) / len(prompts)
+            share = (first - options.skip + number) / (len(prompts) - options.skip)
             if end is not None:
                 share = max(share, (time.perf_counter() - began) / max(end - began, 1e-9))
             job.watch.writing(num_texts + len(found), num_tokens, min(1.0, share))

@@ -175,6 +175,61 @@ class TestRun:
             assert answer.token_ids == text.output_ids.tolist()
 
 
+class TestGoingOn:
+    """A run that begins with the draft of an earlier one."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_it_begins_where_that_one_ended_with_texts_of_its_own(self, options, tmp_path, kind):
+        options = replace(options, kind=kind, texts=6)
+        first = DistillRun(options)
+        outcome = first.run()
+        again = DistillRun(replace(options, out=tmp_path / "on", begin=outcome.out, skip=6))
+        second = again.run()
+        start, end = tensors(second.start), tensors(second.out)
+        for name, tensor in tensors(outcome.out).items():
+            if name != "draft.vocab_ids":
+                assert torch.equal(tensor, start[name]), name
+                assert not torch.equal(tensor, end[name]), name
+        texts = [run.job.state.texts("texts") for run in (first, again)]
+        sources = [
+            {text.token_ids[: text.num_prompt].numpy().tobytes() for text in some} for some in texts
+        ]
+        assert all(sources)
+        assert not sources[0] & sources[1]
+        held_out = [run.job.state.texts("held-out") for run in (first, again)]
+        for a, b in zip(*held_out, strict=True):
+            assert torch.equal(a.token_ids, b.token_ids)
+
+    def test_another_draft_than_before_trains_anew(self, options, tmp_path):
+        earlier = [
+            DistillRun(replace(options, out=tmp_path / name, steps=steps)).run().out
+            for name, steps in (("a", 2), ("b", 3))
+        ]
+        with pytest.raises(KeyboardInterrupt):
+            DistillRun(replace(options, begin=earlier[0]), Stop("training", 3)).run()
+        assert not DistillRun(replace(options, begin=earlier[0])).job.state.is_changed
+        assert DistillRun(replace(options, begin=earlier[1])).job.state.is_changed
+
+    def test_what_does_not_fit_is_refused(self, options, target, tmp_path):
+        draft = DistillRun(options).run().out
+        on = replace(options, out=tmp_path / "on", begin=draft)
+        for changes, message in (
+            ({"kind": "head"}, "of kind head, got layers"),
+            ({"layers": 2}, "of layers 2, got 1"),
+            ({"begin": target}, "got a model of its own"),
+            ({"begin": tmp_path / "nowhere"}, "nowhere"),
+            ({"skip": 10**6}, "--skip: expected fewer than the"),
+        ):
+            changed = replace(on, out=tmp_path / f"on-{len(message)}", **changes)
+            with pytest.raises((ValueError, FileNotFoundError), match=message):
+                DistillRun(changed).run()
+        config = json.loads((draft / "config.json").read_text())
+        config["pagedraft_draft"]["target_sha256"] = "0" * 64
+        (draft / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="of target .*, got 000000000000"):
+            DistillRun(on).run()
+
+
 class TestInterrupted:
     @pytest.mark.parametrize(
         ("method", "count"),
