@@ -100,7 +100,7 @@ def read_own(
 ) -> dict[str, Any]:
     """A draft's own weights by our names, and its token ids, if it has such, as VOCAB_IDS."""
     try:
-        parts = own_parts(config, entry.kind)
+        parts = own_parts(config, entry.kind, entry.has_out)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     headers = [header for group in parts.values() for part in group for header in part.headers]

@@ -3,7 +3,8 @@
 The rest of config.json is a plain config of the target's family, with the draft's own number of
 layers. ``model.safetensors`` holds what the draft has of its own, under the family's names; the
 target lends embedding and head. With a head of few tokens ``VOCAB_IDS`` says which they are: int32,
-ascending. A draft of kind "head" (feature_head.py) has one layer, and ``FUSE_WEIGHT`` besides.
+ascending. A draft of kind "head" (feature_head.py) has one layer, and ``FUSE_WEIGHT`` besides; one
+of kind "layers" may have ``OUT_WEIGHT``, which its states go through before the last norm.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pagedraft.model.weights import Part, expected_parts
 FIELD = "pagedraft_draft"
 VOCAB_IDS = "draft.vocab_ids"
 FUSE_WEIGHT = "draft.fc.weight"  # [E, 2 E]: columns of the state before, then of the token
+OUT_WEIGHT = "draft.out.weight"  # [E, E]
 LENT = ("embed", "head")  # of our names of tensors
 
 
@@ -31,12 +33,14 @@ class DraftEntry:
     target: the model that it was distilled for, as the user named it.
     target_sha256: ``fingerprint`` of that model's folder.
     vocab: tokens that its head can propose; None for all.
+    has_out: it stores OUT_WEIGHT.
     """
 
     kind: str
     target: str
     target_sha256: str
     vocab: int | None = None
+    has_out: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The object as config.json has it."""
@@ -68,11 +72,19 @@ def refuse_draft(folder: str | Path) -> None:
         )
 
 
-def own_parts(config: ModelConfig, kind: str = "layers") -> dict[str, list[Part]]:
-    """What a draft stores, by our names: layers and the last norm; of a "head" also "fuse"."""
+def own_parts(
+    config: ModelConfig, kind: str = "layers", has_out: bool = False
+) -> dict[str, list[Part]]:
+    """What a draft stores, by our names: layers and the last norm; of a "head" also "fuse".
+
+    has_out: also "out", which a head cannot have.
+    """
     parts = {name: parts for name, parts in expected_parts(config).items() if name not in LENT}
     if kind != "head":
-        return parts
+        out = Part(OUT_WEIGHT, (config.embed_dim, config.embed_dim))
+        return parts | ({"out": [out]} if has_out else {})
+    if has_out:
+        raise ValueError(f'{OUT_WEIGHT}: expected none for kind "head"')
     if config.num_layers != 1:
         raise ValueError(f'num_layers: expected 1 for kind "head", got {config.num_layers}')
     return {"fuse": [Part(FUSE_WEIGHT, (config.embed_dim, 2 * config.embed_dim))], **parts}
@@ -105,4 +117,7 @@ def _parse(values: object) -> DraftEntry:
     vocab = values.get("vocab")
     if vocab is not None and (type(vocab) is not int or vocab < 1):
         raise ValueError(f".vocab: expected null or a positive integer, got {vocab!r}")
-    return DraftEntry(values["kind"], values["target"], digest, vocab)
+    has_out = values.get("has_out", False)
+    if type(has_out) is not bool:
+        raise ValueError(f".has_out: expected true or false, got {has_out!r}")
+    return DraftEntry(values["kind"], values["target"], digest, vocab, has_out)

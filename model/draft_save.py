@@ -19,6 +19,7 @@ from pagedraft.model.config import ModelConfig, read_json
 from pagedraft.model.draft_folder import KINDS
 from pagedraft.model.draft_format import (
     FIELD,
+    OUT_WEIGHT,
     VOCAB_IDS,
     DraftEntry,
     check_vocab_ids,
@@ -50,7 +51,8 @@ def save_draft(
 ) -> Path:
     """Write a draft for the model in ``target_folder``; return its folder.
 
-    tensors: those of ``own_tensors``, by the family's names; stored as bf16.
+    tensors: those of ``own_tensors``, by the family's names; stored as bf16. With OUT_WEIGHT among
+        them a draft of kind "layers" has one.
     kind: a name of ``draft_folder.KINDS``; a "head" has one layer.
     target: what the user calls the target, for messages; None: its folder.
     vocab_ids: ascending token ids [U] that the draft may propose; None for all.
@@ -60,7 +62,8 @@ def save_draft(
     """
     folder, target_folder = Path(folder), Path(target_folder)
     check_replaceable(folder)
-    stored = _checked(own_tensors(target_folder, num_layers, kind), tensors)
+    has_out = OUT_WEIGHT in tensors
+    stored = _checked(own_tensors(target_folder, num_layers, kind, has_out), tensors)
     if vocab_ids is not None:
         check_vocab_ids(vocab_ids, ModelConfig.from_folder(target_folder).vocab_size)
         stored[VOCAB_IDS] = vocab_ids.to("cpu", torch.int32, copy=True)
@@ -69,6 +72,7 @@ def save_draft(
         str(target_folder) if target is None else target,
         fingerprint(target_folder),
         None if vocab_ids is None else vocab_ids.numel(),
+        has_out,
     )
     values = _draft_config(target_folder, num_layers, entry)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +93,7 @@ def save_draft(
 
 
 def own_tensors(
-    target_folder: str | Path, num_layers: int, kind: str = "layers"
+    target_folder: str | Path, num_layers: int, kind: str = "layers", has_out: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of a draft's own tensors, by the family's names, in the order of the forward pass."""
     if type(num_layers) is not int or num_layers < 1:
@@ -97,7 +101,7 @@ def own_tensors(
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {sorted(KINDS)}, got {kind!r}")
     config = ModelConfig.from_folder(target_folder)
-    parts = own_parts(replace(config, num_layers=num_layers, quantization=None), kind)
+    parts = own_parts(replace(config, num_layers=num_layers, quantization=None), kind, has_out)
     return {part.source: part.shape for group in parts.values() for part in group}
 
 

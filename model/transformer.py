@@ -63,7 +63,8 @@ class Transformer:
     folder: where it was loaded from, None for weights made in memory.
     weight_bytes: of all weights as they are stored, with factors and zero points.
     ``weights`` (names as in weights.py) is emptied layer by layer, so that no second copy lives;
-    its "head" may be a Head that is packed, another model's or one of few tokens.
+    its "head" may be a Head that is packed, another model's or one of few tokens. With an "out"
+    [E, E], as a draft may have, states go through it before the final norm.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Transformer:
         self.embed_VE = embed
         self.layers = [self._layer(weights, index) for index in range(config.num_layers)]
         self.final_norm_E = weights["final_norm"].to(self.activation_dtype)
+        out = weights.pop("out", None)
+        self.out = None if out is None else pack_linear(out, dtype=self.dtype)
         head = weights.pop("head", embed)
         self.head = head if isinstance(head, Head) else Head.pack(head, self.dtype)
         cos_PR, sin_PR = rope_table(config, config.max_positions)
@@ -155,8 +158,8 @@ class Transformer:
     def row_multiple(self) -> int:
         """Pad a step's tokens to a multiple of this, so that no linear has to pad by itself."""
         layer = self.layers[0]
-        packed = (layer.qkv, layer.o, layer.gate_up, layer.down, self.head.packed)
-        return math.lcm(*(weight.row_multiple for weight in packed))
+        packed = (layer.qkv, layer.o, layer.gate_up, layer.down, self.head.packed, self.out)
+        return math.lcm(*(weight.row_multiple for weight in packed if weight is not None))
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache, observe: Observe = _ignore) -> torch.Tensor:
@@ -233,7 +236,11 @@ class Transformer:
         vocab_size = self.config.vocab_size
         if rows is None:
             return torch.empty(0, vocab_size, device=self.device)
-        logits_QV = self.head.logits(rows.normed, vocab_size, exact=self.exact)
+        normed = rows.normed
+        if self.out is not None:
+            out_TE = linear(rows.sum_TE, self.out, exact=self.exact)
+            normed = rms_norm(out_TE, self.final_norm_E, self.config.rms_eps)
+        logits_QV = self.head.logits(normed, vocab_size, exact=self.exact)
         observe(len(self.layers), "head", logits_QV)
         return logits_QV[: batch.num_logits]
 

@@ -29,7 +29,7 @@ from pagedraft.model.quant_scheme import QuantScheme
 from pagedraft.model.weight_files import Header, OpenFile, check_headers, open_files
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LINEAR = ("qkv", "o", "gate_up", "down", "head", "fuse")
+LINEAR = ("qkv", "o", "gate_up", "down", "head", "fuse", "out")
 # What the head becomes where it differs from the layers. int4 in the head alone costs the demo
 # model 6 % of perplexity; int8 there makes 98 MB of the 88 MB that a token reads.
 HEAD_FORMATS: Mapping[str, WeightFormat] = {"int4": "int8"}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from pagedraft.decoding.distill.fit import SILENT, fit_fusion, state_rms
-from pagedraft.decoding.distill.student import FUSE, Student, first_tensors
+from pagedraft.decoding.distill.fit import SILENT, fit_fusion, fit_out, state_rms
+from pagedraft.decoding.distill.student import FUSE, OUT, Student, first_tensors
 from pagedraft.decoding.distill.taught import Taught
 from pagedraft.model.config import ModelConfig
 from pagedraft.model.draft_folder import read_own
@@ -82,9 +82,9 @@ def start_student(
 ) -> tuple[Student, torch.Tensor]:
     """A student made of the target's ``layers``, and the fp32 rows of the target's head [V, E].
 
-    kind: "layers" or "head". texts: that a head's start is fitted to, see fit.py;
-        without any it reads the sum of state and token. begin: a draft of that kind and target to
-        take the weights of.
+    kind: "layers" or "head". texts: that the start is fitted to, see fit.py; without any a head
+        reads the sum of state and token, and layers are as in the target. begin: a draft of that
+        kind and target to take the weights of.
     """
     config = ModelConfig.from_folder(folder)
     if config.quantization is not None:
@@ -108,7 +108,14 @@ def start_student(
     elif kind == "head":
         tensors[FUSE] = torch.eye(config.embed_dim, device=device).repeat(1, 2)
     config = replace(config, num_layers=len(layers))
-    student = Student(config, tensors, embed_VE, size).to(device)
+    left_size = 1.0
+    if kind == "layers" and texts:
+        fitted, left_size = fit_out(Student(config, tensors, embed_VE).to(device), texts)
+        if begin is None:
+            tensors[OUT] = fitted.to(device)
+    elif kind == "layers" and begin is None:
+        tensors[OUT] = torch.eye(config.embed_dim, device=device)
+    student = Student(config, tensors, embed_VE, size, left_size).to(device)
     return student, weights.get("head", embed_VE)
 
 
@@ -143,7 +150,7 @@ def save_student(
     save_draft(
         out,
         target_folder,
-        _apart(student.config, tensors, kind),
+        _apart(student.config, tensors, kind, OUT in tensors),
         num_layers=student.config.num_layers,
         kind=kind,
         target=target,
@@ -152,10 +159,10 @@ def save_student(
 
 
 def _apart(
-    config: ModelConfig, tensors: Mapping[str, torch.Tensor], kind: str
+    config: ModelConfig, tensors: Mapping[str, torch.Tensor], kind: str, has_out: bool
 ) -> dict[str, torch.Tensor]:
     result: dict[str, torch.Tensor] = {}
-    for name, parts in own_parts(config, kind).items():
+    for name, parts in own_parts(config, kind, has_out).items():
         rows = tensors[name].split([part.shape[0] for part in parts])
         result |= {part.source: piece for part, piece in zip(parts, rows, strict=True)}
     return result

@@ -19,6 +19,7 @@ from pagedraft.model.rope import rope_table
 
 LAYER_WEIGHTS = ("input_norm", "qkv", "o", "post_norm", "gate_up", "down")
 FUSE = "fuse"  # of a feature head, [E, 2 E]: of the state before and the token, what layers read
+OUT = "out"  # of a small decoder, [E, E]: of what its layers leave, what the final norm reads
 OPTIONAL_WEIGHTS = ("qkv_bias", "o_bias", "q_norm", "k_norm")
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
@@ -29,9 +30,10 @@ class Student(nn.Module):
     cos_PR, sin_PR: rotation of each position, see model/rope.py.
 
     tensors: fp32, by name: "final_norm" and "layers.{i}.{name}" for ``config.num_layers`` layers,
-        and FUSE for a feature head; they are copied. embed_VE: the target's, frozen, any dtype.
+        and FUSE for a feature head or OUT; they are copied. embed_VE: the target's, frozen, any
+        dtype.
     state_rms: root mean square of a feature head's states. Both halves of what it fuses are brought
-        to 1, so that one learning rate suits both.
+        to 1, so that one learning rate suits both. left_rms: of what OUT reads, for the same end.
     """
 
     embed_VE: torch.Tensor
@@ -44,8 +46,10 @@ class Student(nn.Module):
         tensors: Mapping[str, torch.Tensor],
         embed_VE: torch.Tensor,
         state_rms: float = 1.0,
+        left_rms: float = 1.0,
     ) -> None:
         super().__init__()
+        self.left_rms = left_rms
         self.config = config
         self.state_rms = state_rms
         self.embed_rms = rms(embed_VE)
@@ -56,6 +60,9 @@ class Student(nn.Module):
         if FUSE in self.weights:
             with torch.no_grad():
                 self.weights[FUSE].mul_(self._scale(embed_VE.shape[1]))
+        if OUT in self.weights:
+            with torch.no_grad():
+                self.weights[OUT].mul_(left_rms)
         cos_PR, sin_PR = rope_table(config, config.max_positions)
         self.register_buffer("cos_PR", cos_PR, persistent=False)
         self.register_buffer("sin_PR", sin_PR, persistent=False)
@@ -65,6 +72,8 @@ class Student(nn.Module):
         named = {name.replace("-", "."): weight.detach() for name, weight in self.weights.items()}
         if FUSE in named:
             named[FUSE] = named[FUSE] / self._scale(self.embed_VE.shape[1])
+        if OUT in named:
+            named[OUT] = named[OUT] / self.left_rms
         return named
 
     def forward(
@@ -81,9 +90,16 @@ class Student(nn.Module):
             assert states_BLE is not None
             both = (states_BLE / self.state_rms, residual_BLE / self.embed_rms)
             residual_BLE = F.linear(torch.cat(both, dim=-1), self.weights[FUSE]).float()
+        residual_BLE = self.run_layers(residual_BLE)
+        if OUT in self.weights:
+            residual_BLE = F.linear(residual_BLE / self.left_rms, self.weights[OUT]).float()
+        return self._norm(residual_BLE, self.weights["final_norm"])
+
+    def run_layers(self, residual_BLE: torch.Tensor) -> torch.Tensor:
+        """What the layers leave of what they read."""
         for index in range(self.config.num_layers):
             residual_BLE = self._layer(index, residual_BLE)
-        return self._norm(residual_BLE, self.weights["final_norm"])
+        return residual_BLE
 
     def _scale(self, embed_dim: int) -> torch.Tensor:
         """What the columns of FUSE are multiplied by while it is trained: [2 E]."""

@@ -22,7 +22,7 @@ from pagedraft.scheduler.distill.run import DistillRun
 
 LEARNS = "draft learns"
 STATE_WEIGHT = 10.0  # of a head, beside its loss
-RATES = {"layers": 2e-3, "head": 5e-4}  # a head begins as a good guess, which large steps undo
+RATES = {"layers": 1e-3, "head": 5e-4}  # both begin as a good guess, which large steps undo
 
 
 def add_distill_command(commands: Any) -> None:
@@ -77,7 +77,7 @@ def add_distill_command(commands: Any) -> None:
         "--loss", default="forward_kl", help=f"one of {', '.join(LOSSES)} (forward_kl)"
     )
     parser.add_argument(
-        "--learning-rate", type=float, help="at its highest (2e-3; 5e-4 for a head)"
+        "--learning-rate", type=float, help="at its highest (1e-3; 5e-4 for a head)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts, texts and batches (0)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")

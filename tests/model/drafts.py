@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from pagedraft.model.draft_format import OUT_WEIGHT
 from pagedraft.model.draft_save import own_tensors, save_draft
 
 
@@ -17,13 +18,17 @@ def layers_of(folder: Path, num_layers: int) -> dict[str, torch.Tensor]:
 
 
 def save_layers(
-    folder: Path, target: Path, num_layers: int = 2, ids: list[int] | None = None
+    folder: Path,
+    target: Path,
+    num_layers: int = 2,
+    ids: list[int] | None = None,
+    out_EE: torch.Tensor | None = None,
 ) -> Path:
     """Save a draft of the target's first layers that proposes ``ids``, None for all tokens."""
     return save_draft(
         folder,
         target,
-        layers_of(target, num_layers),
+        layers_of(target, num_layers) | ({} if out_EE is None else {OUT_WEIGHT: out_EE}),
         num_layers=num_layers,
         target="the target",
         vocab_ids=None if ids is None else torch.tensor(ids),

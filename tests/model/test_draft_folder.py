@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from pagedraft.kernels.dispatch import use_implementation
@@ -108,6 +109,28 @@ def test_interpreted_kernels(folders, dtype, device):
     found, full = logits(cut, 2), logits(target.first_layers(1), 2)
     assert torch.equal(found[:, IDS], full[:, IDS])
     assert bool((found[:, OTHERS] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize("path", ["cpu", "triton"])
+def test_what_layers_leave_goes_through_the_last_linear_layer(folders, tmp_path, path, weights):
+    torch.manual_seed(0)
+    out_EE = torch.randn(128, 128).bfloat16().float()
+    folder = save_layers(tmp_path / "draft", folders / "llama", 1, ids=IDS, out_EE=out_EE)
+    with use_implementation(path):
+        target = Transformer.from_folder(folders / "llama", dtype=torch.float16)
+        draft = load_draft(folder, target, weights=weights)
+        without = load_draft(folders / "llama-cut", target, weights=weights)
+        assert draft.weight_bytes > without.weight_bytes
+        cache = KVCache(draft.config, 3, 8, draft.activation_dtype, draft.device)
+        batch = step(draft, [Span(TOKENS, 0, [2, 1], 2)], 8, row_multiple=draft.row_multiple)
+        found_QV = draft.forward(batch, cache)
+        assert found_QV.shape == (2, 97)
+        rows = draft._run_layers(draft._embed(batch), batch, cache)
+        through_QE = rows.sum_TE.float() @ dense_weight(draft.out).float().T
+        normed_QE = F.rms_norm(through_QE, (128,), draft.final_norm_E.float(), 1e-5)
+        expected_QU = normed_QE[:2] @ dense_weight(draft.head.packed).float().T
+    torch.testing.assert_close(found_QV[:, IDS], expected_QU, rtol=2e-2, atol=2e-2)
 
 
 def test_a_nan_row_stays_one(folders):
@@ -214,6 +237,16 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"tensors": ids(), "vocab": 0}, "vocab: expected null or a positive integer, got 0"),
     "a kind to come": ({"kind": "tree"}, r"kind in \['head', 'layers'\], got 'tree'"),
     "no kind": ({"kind": None}, r"pagedraft_draft\.kind: expected text, got None"),
+    "no truth": ({"has_out": 1}, r"pagedraft_draft\.has_out: expected true or false, got 1"),
+    "an out that is not there": ({"has_out": True}, r"missing 1 tensors: draft\.out\.weight"),
+    "an out that nobody asked for": (
+        {"tensors": {"draft.out.weight": torch.zeros(128, 128)}},
+        r"left over 1 tensors: draft\.out\.weight",
+    ),
+    "a head with an out": (
+        {"kind": "head", "has_out": True},
+        r"draft\.out\.weight: expected none for kind",
+    ),
     "no digest": ({"target_sha256": "beef"}, "target_sha256: expected 64 hexadecimal digits"),
     "no object": ({"fields": {FIELD: 3}}, "pagedraft_draft: expected an object, got 3"),
     "another width": ({"fields": {"hidden_size": 64}}, "embed_dim: expected the target's 128"),

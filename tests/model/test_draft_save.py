@@ -48,6 +48,7 @@ def test_the_config(target, tmp_path):
         "target": "the target",
         "target_sha256": fingerprint(target),
         "vocab": 3,
+        "has_out": False,
     }
     own, lent = ModelConfig.from_folder(folder), ModelConfig.from_folder(target)
     assert (own.num_layers, own.dtype) == (1, torch.bfloat16)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagedraft.decoding.distill.fit import fit_fusion
+from pagedraft.decoding.distill import fit
+from pagedraft.decoding.distill.fit import fit_fusion, fit_out
 from pagedraft.decoding.distill.start import (
     choose_vocabulary,
     coverage,
@@ -15,7 +16,8 @@ from pagedraft.decoding.distill.start import (
     save_student,
     start_student,
 )
-from pagedraft.decoding.distill.student import FUSE, Student
+from pagedraft.decoding.distill.student import FUSE, OUT, Student
+from pagedraft.decoding.distill.taught import Taught
 from pagedraft.model.draft_folder import load_draft
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
@@ -120,6 +122,51 @@ class TestFeatureHead:
         states_BLE[:, 4] += 1.0
         differs_L = (head(tokens_BL, states_BLE) - hidden_BLE).abs().amax(-1)[0] > 1e-4
         assert differs_L.tolist() == [False] * 4 + [True] * 5
+
+
+class TestFitOut:
+    """What small decoders begin with, where the target's state is linear in what layers leave."""
+
+    def student(self, folder, seed: int = 3) -> tuple[Student, list[Taught], torch.Tensor]:
+        student, _ = start_student(folder, [0], CPU)
+        bare = {name: x for name, x in student.tensors().items() if name != OUT}
+        bare["final_norm"] = 0.5 + torch.rand(student.config.embed_dim)
+        bare = Student(student.config, bare, student.embed_VE)
+        width = student.config.embed_dim
+        out = torch.randn(width, width, generator=torch.Generator().manual_seed(seed))
+        texts = []
+        for text in random_texts(60, embed_dim=width):
+            with torch.no_grad():
+                left_BLE = bare.run_layers(bare.embed_VE[text.token_ids[None, :-1].long()])
+            left_NE = left_BLE[0, text.num_prompt - 1 :]
+            size_N1 = left_NE.square().mean(1, keepdim=True).sqrt()
+            states_NE = (left_NE / size_N1) @ out.T * bare.weights["final_norm"].detach()
+            texts.append(replace(text, states_NE=states_NE.half()))
+        return bare, texts, out
+
+    def test_the_fit_finds_the_linear_map_that_there_is(self, tmp_path):
+        save_tiny(tmp_path, "llama")
+        bare, texts, out = self.student(tmp_path)
+        found, size = fit_out(bare, texts)
+        torch.testing.assert_close(found * size, out, atol=0.2, rtol=0.05)
+
+    def test_enough_tokens_are_enough(self, tmp_path, monkeypatch):
+        save_tiny(tmp_path, "llama")
+        bare, texts, _ = self.student(tmp_path)
+        whole, few = fit_out(bare, texts)[0], fit_out(bare, texts[:3])[0]
+        assert not torch.equal(whole, few)
+        monkeypatch.setattr(fit, "MOST_TOKENS", sum(text.num_output for text in texts[:3]))
+        assert torch.equal(fit_out(bare, texts)[0], few)
+
+    def test_it_is_where_a_student_of_layers_begins(self, tmp_path):
+        save_tiny(tmp_path, "llama")
+        _, texts, _ = self.student(tmp_path)
+        student, _ = start_student(tmp_path, [0], CPU, texts=texts)
+        plain, _ = start_student(tmp_path, [0], CPU)
+        assert torch.equal(plain.tensors()[OUT], torch.eye(plain.config.embed_dim))
+        expected, size = fit_out(student, texts)
+        assert student.left_rms == size
+        torch.testing.assert_close(student.tensors()[OUT], expected)
 
 
 class TestFit:

@@ -1,0 +1,90 @@
+"""The draft that comes with the demo model: its worth on prompts that it never learnt from."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+import torch
+
+from pagedraft.decoding.distill.prompt_split import split
+from pagedraft.decoding.distill.prompt_tokens import encode_prompts
+from pagedraft.decoding.distill.prompts import demo_prompts
+from pagedraft.decoding.params import SamplingParams
+from pagedraft.kernels.dispatch import use_implementation
+from pagedraft.model.demo import DRAFT_FOLDER
+from pagedraft.model.draft_format import read_entry
+from pagedraft.scheduler.distill.options import DistillOptions
+from pagedraft.scheduler.llm import LLM
+
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
+MAX_BYTES = 16_000_000
+KINDS = ("chat", "code-chat", "code")
+PROMPTS_A_KIND = 2
+MAX_TOKENS = 48
+LEAST_TOKENS_A_PASS = 1.6  # at k = 4: what the report has for all held-out texts, less a margin
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    return json.loads((DRAFT_FOLDER / "report.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Of sources that the draft's training left out, a few of each kind."""
+    options = DistillOptions("demo", DRAFT_FOLDER)
+    held_out = split(demo_prompts(options.seed), options.held_out, options.seed).held_out
+    with use_implementation("cpu"):
+        tokenizer = LLM("demo", speculate="off", kv_tokens=64).tokenizer
+    found = []
+    for kind in KINDS:
+        some = [prompt for prompt in held_out if prompt.kind == kind][:PROMPTS_A_KIND]
+        found += [list(one.token_ids) for one in encode_prompts(some, tokenizer, 128)]
+    return found
+
+
+def test_the_folder_is_small_and_says_how_it_was_made(report):
+    assert sum(file.stat().st_size for file in DRAFT_FOLDER.iterdir()) < MAX_BYTES
+    assert {file.name for file in DRAFT_FOLDER.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "report.json",
+        "report.md",
+        "report.png",
+    }
+    command = shlex.split(report["command"])
+    assert command[:2] == ["pagedraft", "distill"]
+    assert command[command.index("--kind") + 1] == read_entry(DRAFT_FOLDER).kind
+    assert report["target_sha256"] == read_entry(DRAFT_FOLDER).target_sha256
+    assert sum(report["seconds"].values()) > 0
+    assert report["held_out"]["after"]["alpha"] > report["held_out"]["before"]["alpha"]
+
+
+@pytest.mark.demo_model
+def test_its_drafts_are_accepted_and_change_nothing(prompts):
+    llm = LLM("demo", "demo-draft", speculate="draft", k=4, kv_tokens=512)
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    passes = tokens = 0
+    for prompt in prompts:
+        plain, drafted = (
+            llm.generate([prompt], [params_with])[0]
+            for params_with in (params.__class__(**{**vars(params), "speculate": False}), params)
+        )
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.stats.drafter_errors == plain.stats.drafter_errors == []
+        emissions = [count for _, count in drafted.stats.emissions[1:]]
+        passes += len(emissions)
+        tokens += sum(emissions)
+    assert passes > 0
+    assert tokens / passes >= LEAST_TOKENS_A_PASS, f"{tokens} tokens in {passes} passes"
+
+
+@pytest.mark.demo_model
+def test_its_tensors_are_those_of_a_draft(prompts):
+    llm = LLM("demo", "demo-draft", speculate="draft", k=1, kv_tokens=256)
+    model = llm.engine.speculation.drafters["draft"].model
+    assert model.weight_bytes < 2 * MAX_BYTES
+    assert torch.isfinite(model.final_norm_E).all()
