@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,12 +26,13 @@ MAX_BYTES = 16_000_000
 KINDS = ("chat", "code-chat", "code")
 PROMPTS_A_KIND = 2
 MAX_TOKENS = 48
-LEAST_TOKENS_A_PASS = 1.6  # at k = 4: what the report has for all held-out texts, less a margin
+LEAST_TOKENS_A_PASS = 1.45  # at k = 4; the report has 1.8 for all held-out texts
 
 
 @pytest.fixture(scope="module")
-def report() -> dict:
-    return json.loads((DRAFT_FOLDER / "report.json").read_text(encoding="utf-8"))
+def facts() -> dict[str, Any]:
+    """Of its report: how it was made."""
+    return json.loads((DRAFT_FOLDER / "report.json").read_text(encoding="utf-8"))["facts"]
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +49,22 @@ def prompts() -> list[list[int]]:
     return found
 
 
-def test_the_folder_is_small_and_says_how_it_was_made(report):
-    assert sum(file.stat().st_size for file in DRAFT_FOLDER.iterdir()) < MAX_BYTES
-    assert {file.name for file in DRAFT_FOLDER.iterdir()} == {
+def test_the_folder_is_small_and_says_how_it_was_made(facts):
+    files = {str(file.relative_to(DRAFT_FOLDER)): file for file in DRAFT_FOLDER.rglob("*.*")}
+    assert sum(file.stat().st_size for file in files.values()) < MAX_BYTES
+    reports = {f"report.{ending}" for ending in ("json", "md", "png")}
+    assert files.keys() == {
         "config.json",
         "model.safetensors",
-        "report.json",
-        "report.md",
-        "report.png",
+        *reports,
+        *(f"first-run/{name}" for name in reports),  # of the draft that this one began with
     }
-    command = shlex.split(report["command"])
+    command = shlex.split(facts["command"])
     assert command[:2] == ["pagedraft", "distill"]
     assert command[command.index("--kind") + 1] == read_entry(DRAFT_FOLDER).kind
-    assert report["target_sha256"] == read_entry(DRAFT_FOLDER).target_sha256
-    assert sum(report["seconds"].values()) > 0
-    assert report["held_out"]["after"]["alpha"] > report["held_out"]["before"]["alpha"]
+    assert facts["target_sha256"] == read_entry(DRAFT_FOLDER).target_sha256
+    assert sum(facts["seconds"].values()) > 0
+    assert facts["held_out"]["after"]["alpha"] > facts["held_out"]["before"]["alpha"]
 
 
 @pytest.mark.demo_model
@@ -70,8 +74,8 @@ def test_its_drafts_are_accepted_and_change_nothing(prompts):
     passes = tokens = 0
     for prompt in prompts:
         plain, drafted = (
-            llm.generate([prompt], [params_with])[0]
-            for params_with in (params.__class__(**{**vars(params), "speculate": False}), params)
+            llm.generate([prompt], replace(params, speculate=speculate))[0]
+            for speculate in (False, True)
         )
         assert drafted.token_ids == plain.token_ids
         assert drafted.stats.drafter_errors == plain.stats.drafter_errors == []
