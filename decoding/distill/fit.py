@@ -20,7 +20,7 @@ from pagedraft.decoding.distill.student import Student, rms
 from pagedraft.decoding.distill.taught import Taught
 
 RIDGE = 1e-2  # of the mean square of what is read, added to each diagonal entry
-SILENT = ("o", "down")  # weights of a layer without which it adds nothing
+SILENT = ("o", "o_bias", "down")  # weights of a layer without which it adds nothing
 RMS_TEXTS = 32  # texts that the size of states is taken from
 MOST_TOKENS = 100_000  # that a fit over layers reads
 TINY = 1e-12

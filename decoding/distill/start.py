@@ -8,7 +8,13 @@ from pathlib import Path
 
 import torch
 
-from pagedraft.decoding.distill.fit import SILENT, fit_fusion, fit_out, state_rms
+from pagedraft.decoding.distill.fit import (
+    RMS_TEXTS,
+    SILENT,
+    fit_fusion,
+    fit_out,
+    state_rms,
+)
 from pagedraft.decoding.distill.student import FUSE, OUT, Student, first_tensors
 from pagedraft.decoding.distill.taught import Taught
 from pagedraft.model.config import ModelConfig
@@ -110,7 +116,8 @@ def start_student(
     config = replace(config, num_layers=len(layers))
     left_size = 1.0
     if kind == "layers" and texts:
-        fitted, left_size = fit_out(Student(config, tensors, embed_VE).to(device), texts)
+        some = texts if begin is None else texts[:RMS_TEXTS]  # for the size alone
+        fitted, left_size = fit_out(Student(config, tensors, embed_VE).to(device), some)
         if begin is None:
             tensors[OUT] = fitted.to(device)
     elif kind == "layers" and begin is None:

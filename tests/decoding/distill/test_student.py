@@ -200,8 +200,9 @@ class TestFit:
         assert found.isfinite().all()
         assert not found[3].any()
 
-    def test_a_head_that_was_fitted_is_its_fit_before_its_first_step(self, tmp_path):
-        save_tiny(tmp_path, "llama")
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_head_that_was_fitted_is_its_fit_before_its_first_step(self, tmp_path, name):
+        save_tiny(tmp_path, name)
         plain, _ = start_student(tmp_path, [0], CPU)
         width = plain.config.embed_dim
         texts = [
