@@ -1,8 +1,13 @@
-"""The engine on a real model against transformers: one process, same weights, same threads.
+"""The engine on a real model: beside other engines, and by batch, drafter and draft length.
 
-The machine may be shared, so ours and theirs run in turn and the ratio of each pair is what counts.
-K=0 (speculation off) is the control of every row with drafts, and no speed is printed unless the
-outputs with and without drafts are the same tokens.
+    python -m pagedraft.bench.engine --quick
+    python -m pagedraft.bench.engine [--peers transformers llama.cpp] [--batches 1 4 16 64] [...]
+
+One process (peers may have their own), same weights, same threads, greedy. The machine may be
+shared, so sides run in turn and ratios are those of one round. Our tokens must be the same with and
+without drafts, or no speed is reported and the exit status is 1; how far those of other engines
+agree with ours is counted and told. ``--quick`` ends within its --seconds: what did not fit is
+named, as is everything else that was left out.
 """
 
 from __future__ import annotations
@@ -10,200 +15,190 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from statistics import median
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from pagedraft.bench.peers import TransformersPeer
+from pagedraft.bench import engine_cases, engine_ttft, engine_weights
+from pagedraft.bench.engine_cases import BATCH, EDITS, SINGLE, Case
+from pagedraft.bench.engine_charts import save_charts
+from pagedraft.bench.engine_options import parse
+from pagedraft.bench.engine_prompts import PromptSource
+from pagedraft.bench.engine_report import Found, document, show
+from pagedraft.bench.engine_runs import Clock, GateError, Side, our_side, peer_side
+from pagedraft.bench.engine_sweep import Sweep, SweepPlan
+from pagedraft.bench.engine_ttft import LONG, SHORT
+from pagedraft.bench.peers import MODES, Peer, close_peers, open_peers
 from pagedraft.bench.report import header, print_header, results_folder, write_json
-from pagedraft.bench.table import print_table
-from pagedraft.decoding.params import SamplingParams
+from pagedraft.decoding.load import load_draft_model
 from pagedraft.model.demo import resolve_model
-from pagedraft.scheduler.demo_prompts import CHAT_QUESTIONS, CODE_EDITS
 from pagedraft.scheduler.llm import LLM
-from pagedraft.scheduler.metrics import percentile
 
-TEXT = """\
-The lighthouse keeper had lived on the island for thirty years. Every evening he climbed the stairs,
-lit the lamp and watched the ships pass on their way to the harbour. One night a storm came up from
-the west, and the lamp went out. He took his tools, climbed the stairs once more, and then he saw"""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison: tokens a second of each side (medians), and the median ratio of the pairs."""
-
-    name: str
-    target: float
-    ours: float
-    theirs: float
-    ratio: float
-    ratios: list[float]
+FIXED_DRAFTS = 8  # a row, where the number is not the engine's choice
+CASE_KV_TOKENS = 8192
+# Shares of --seconds at which a part ends, each with what the parts before it left.
+SHARES = {SINGLE: 0.15, BATCH: 0.35, EDITS: 0.55, "ttft": 0.68, "sweep": 0.85, "weights": 0.87}
 
 
-def run(model: str, device: torch.device, rounds: int, num_tokens: int) -> dict[str, Any]:
-    """Measure, print the table and return everything as a JSON-ready dict."""
-    folder = resolve_model(model)
-    llm = LLM(folder, dtype="bf16", device=device, prefix_cache=False)
-    peer = TransformersPeer(folder, torch.bfloat16, device)
-    text_ids = llm.tokenizer.encode(TEXT)[:64]
-    edit_ids = llm.chat_ids([{"role": "user", "content": CODE_EDITS[0]}])
-    batch_ids = [
-        llm.chat_ids([{"role": "user", "content": f"{question} ({index})"}])
-        for index in range(4)
-        for question in CHAT_QUESTIONS
-    ]
-    llm.generate([text_ids, edit_ids], SamplingParams(max_tokens=4, temperature=0))
-    _check_outputs(llm, [text_ids, edit_ids], num_tokens)
+class Bench:
+    """One model and what is measured on it."""
 
-    def ours(prompts: Sequence[list[int]], speculate: bool) -> Callable[[], float]:
-        return lambda: _ours(llm, prompts, num_tokens, speculate)
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.clock, self.found = options, Clock(options.seconds), Found()
+        self.folder = resolve_model(options.model)
+        self.shared: dict[str, Any] = {"dtype": "bf16", "device": device, "prefix_cache": False}
+        self.shared["kv_tokens"] = CASE_KV_TOKENS
+        self.plain = self._llm(self.folder, speculate="off")
+        self.target = self.plain.target
+        self.source = PromptSource(self.plain, options.tokens)
+        self.draft = None
+        if options.draft is not None:
+            self.draft = load_draft_model(options.draft, self.target, dtype="bf16", device=device)
+        if not self.source.has_text:
+            self.left_out("text: the model has no tokenizer: prompts are random tokens")
 
-    def theirs(prompts: Sequence[list[int]], **options: Any) -> Callable[[], float]:
-        return lambda: _theirs(peer, prompts, num_tokens, options)
+    def left_out(self, line: str) -> None:
+        """Say what is not measured, and why."""
+        self.found.left_out.append(line)
 
-    lookup = theirs([edit_ids], prompt_lookup_num_tokens=8)
-    rows = [
-        _compare("single stream", 1.8, ours([text_ids], False), theirs([text_ids]), rounds),
-        _compare("16 requests", 1.5, ours(batch_ids, False), theirs(batch_ids), rounds),
-        _compare(
-            "code edit: ngram, plain", 2.5, ours([edit_ids], True), theirs([edit_ids]), rounds
-        ),
-        _compare("code edit: plain, plain", 0, ours([edit_ids], False), theirs([edit_ids]), rounds),
-        _compare("code edit: ngram, lookup", 0, ours([edit_ids], True), lookup, rounds),
-    ]
-    quantised = [
-        _quantised(llm, weights, target, text_ids, rounds, num_tokens)
-        for weights, target in (("int8", 1.0), ("int4", 1.5))
-    ]
-    ttft = _ttft(llm, text_ids, 100)
-    result = {
-        "model": model,
-        "prompt_tokens": {"text": len(text_ids), "edit": len(edit_ids)},
-        "new_tokens": num_tokens,
-        "rows": [asdict(row) for row in rows],
-        "weights": [asdict(row) for row in quantised],
-        "ttft_64_ms": {f"p{p}": round(1e3 * percentile(ttft, p), 1) for p in (50, 95, 99)},
-    }
-    _print(rows, "Engine against transformers generate, bf16 weights, tokens/s", "transformers")
-    _print(quantised, "Quantised against bf16 weights, single stream, tokens/s", "bf16")
-    ttft_ms = result["ttft_64_ms"]
-    print(
-        "TTFT, 64-token prompt: "
-        f"p50 {ttft_ms['p50']:.0f} ms, p95 {ttft_ms['p95']:.0f} ms, p99 {ttft_ms['p99']:.0f} ms "
-        "(target p99 <= 100 ms)"
-    )
-    return result
+    def run(self) -> None:
+        """All parts that were asked for."""
+        parts = self.options.parts
+        if "cases" in parts:
+            self._run_beside_peers()
+        if "sweep" in parts:
+            self._run_sweep()
+        if "weights" in parts:
+            self._run_weights()
 
+    def _run_beside_peers(self) -> None:
+        options = self.options
+        peers, missing = open_peers(
+            self.folder,
+            torch.bfloat16,
+            self.target.device,
+            torch.get_num_threads(),
+            python=options.peers_python,
+            llama_server=options.llama_server,
+            assistant=options.assistant,
+            only=options.peers,
+        )
+        try:
+            self.found.peers = {peer.name: dict(peer.facts) for peer in peers}
+            for name, reason in missing.items():
+                self.left_out(f"peer {name}: {reason}")
+            self._run_cases(peers)
+        finally:
+            close_peers(peers)
+        reasons = {name: f"{name} did not run: {reason}" for name, reason in missing.items()}
+        self.found.unjudged = engine_cases.unjudged(self.found.cases, reasons)
+        self.found.unjudged += engine_ttft.unjudged(self.found.first, reasons)
 
-def _check_outputs(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> None:
-    """The correctness gate: speculation must not be visible in the tokens."""
-    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-    with_drafts = llm.generate(list(prompts), params)
-    without = llm.generate(list(prompts), replace(params, speculate=False))
-    if [c.token_ids for c in with_drafts] != [c.token_ids for c in without]:
-        raise RuntimeError("speculation changed the output: no speed is reported")
+    def _run_cases(self, peers: Sequence[Peer]) -> None:
+        """Ours and the peers in turn, then first tokens."""
+        options, found = self.options, self.found
+        sides = self._our_sides()
+        theirs = [peer_side(peer, mode) for peer in peers for mode in MODES if mode in peer.modes]
+        for case in self._cases():
+            limits = (self.clock, SHARES[case.name], found.left_out)
+            found.cases.append(
+                engine_cases.measure(
+                    case, [*sides, *theirs], options.tokens, options.rounds, *limits
+                )
+            )
+            self._name_missing_modes(case, peers)
+        beside = [sides[0], *[side for side in theirs if side.mode == "plain"]]
+        for length in sorted({min(length, self.source.room) for length in (SHORT, LONG)}):
+            count, num_peer = options.ttft_short if length <= SHORT else options.ttft_long
+            prompts = self.source.windows(length, count)
+            limits = (self.clock, SHARES["ttft"], found.left_out)
+            found.first.append(engine_ttft.measure(prompts, beside, num_peer, *limits))
 
+    def _our_sides(self) -> list[Side]:
+        """Without drafts, with fixed numbers of drafts from text, and as the engine chooses."""
+        sides = [our_side("plain", self.plain, speculate=False)]
+        for name in ("ngram", "suffix"):
+            llm = self._llm(self.target, speculate=name, k=FIXED_DRAFTS)
+            sides.append(our_side(f"{name} k={FIXED_DRAFTS}", llm, has_drafts=True))
+        sides.append(our_side("auto", self._llm(self.target), has_drafts=True))
+        if self.draft is not None:
+            llm = self._llm(self.target, self.draft)
+            sides.append(our_side("auto with draft", llm, has_drafts=True))
+        return sides
 
-def _ours(llm: LLM, prompts: Sequence[list[int]], num_tokens: int, speculate: bool) -> float:
-    params = SamplingParams(
-        max_tokens=num_tokens, temperature=0, ignore_eos=True, speculate=speculate
-    )
-    began = time.perf_counter()
-    llm.generate(list(prompts), params)
-    return len(prompts) * num_tokens / (time.perf_counter() - began)
-
-
-def _theirs(
-    peer: TransformersPeer, prompts: Sequence[list[int]], num_tokens: int, options: dict[str, Any]
-) -> float:
-    began = time.perf_counter()
-    peer.generate(prompts, num_tokens, **options)
-    return len(prompts) * num_tokens / (time.perf_counter() - began)
-
-
-def _compare(
-    name: str, target: float, ours: Callable[[], float], theirs: Callable[[], float], rounds: int
-) -> Row:
-    """Run both sides in turn, ``rounds`` times."""
-    pairs = [(ours(), theirs()) for _ in range(rounds)]
-    ratios = [a / b for a, b in pairs]
-    return Row(
-        name=name,
-        target=target,
-        ours=median(a for a, _ in pairs),
-        theirs=median(b for _, b in pairs),
-        ratio=median(ratios),
-        ratios=ratios,
-    )
-
-
-def _quantised(
-    llm: LLM, weights: str, target: float, prompt: list[int], rounds: int, num_tokens: int
-) -> Row:
-    """The same model with ``weights`` against itself as it is."""
-    folder, device = llm.target.folder, llm.target.device
-    assert folder is not None
-    options = {"dtype": "bf16", "device": device, "speculate": "off", "prefix_cache": False}
-    other = LLM(folder, weights=weights, **options)
-    other.generate([prompt], SamplingParams(max_tokens=4, temperature=0))
-    return _compare(
-        weights,
-        target,
-        lambda: _ours(other, [prompt], num_tokens, False),
-        lambda: _ours(llm, [prompt], num_tokens, False),
-        rounds,
-    )
-
-
-def _ttft(llm: LLM, token_ids: list[int], repeats: int) -> list[float]:
-    """Seconds to the first token of one request on an idle engine."""
-    params = SamplingParams(max_tokens=1, temperature=0)
-    completions = [llm.generate(token_ids, params)[0] for _ in range(repeats)]
-    return [c.stats.ttft for c in completions if c.stats.ttft is not None]
-
-
-def _print(rows: Sequence[Row], title: str, theirs: str) -> None:
-    cells = [
-        [
-            row.name,
-            f"{row.ours:.1f}",
-            f"{row.theirs:.1f}",
-            f"{row.ratio:.2f}x",
-            f">= {row.target:.1f}x" if row.target else "-",
+    def _cases(self) -> list[Case]:
+        """What other engines do too."""
+        edits = [[prompt] for prompt in self.source.edits(self.options.edits)]
+        return [
+            Case(SINGLE, [[self.source.text(SHORT)]]),
+            Case(BATCH, [self.source.chat(16)], ("plain", "continuous")),
+            Case(EDITS, edits, ("plain", "lookup", "assisted"), has_drafts=True),
         ]
-        for row in rows
-    ]
-    print_table(
-        title,
-        ["case", "pagedraft", theirs, "ratio", "target"],
-        cells,
-    )
+
+    def _name_missing_modes(self, case: Case, peers: Sequence[Peer]) -> None:
+        for mode in case.modes:
+            names = [peer.name for peer in peers if mode not in peer.modes]
+            if names:
+                more = " (--assistant)" if mode == "assisted" else ""
+                self.left_out(f"{case.name}: {mode}{more}: not a mode of {', '.join(names)} here")
+
+    def _run_sweep(self) -> None:
+        """By batch, drafter and draft length."""
+        options, found = self.options, self.found
+        plan = SweepPlan(
+            options.batches,
+            options.lengths,
+            options.drafters,
+            options.alphas,
+            options.tokens,
+            options.rounds,
+            options.prompts,
+            options.text,
+        )
+        sweep = Sweep(self.target, self.source, plan, self.draft, self.clock, found.left_out)
+        found.cells, found.times = sweep.run(SHARES["sweep"]), sweep.times
+
+    def _run_weights(self) -> None:
+        """Quantised weights."""
+        prompt, options = self.source.text(SHORT), {**self.shared, "speculate": "off"}
+        for weights in engine_weights.AIMS:
+            if self.clock.is_past(SHARES["weights"]):
+                self.left_out(f"{weights} weights: out of time")
+                continue
+            counts = (self.options.tokens, self.options.rounds)
+            row = engine_weights.measure(self.plain, weights, prompt, *counts, options)
+            self.found.weights.append(row)
+
+    def _llm(self, *models: Any, **options: Any) -> LLM:
+        llm = LLM(*models, **self.shared, **options)
+        if llm.target.device.type == "cuda":
+            llm.engine.warm_up()
+        return llm
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(prog="python -m pagedraft.bench.engine", description=__doc__)
-    parser.add_argument("--model", default="demo", help="local folder, hub id or demo")
-    parser.add_argument("--device", default=device, choices=("cuda", "cpu"))
-    parser.add_argument("--rounds", type=int, default=3, help="pairs of runs a row")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens a request")
-    parser.add_argument("--out", default=None, help="folder for the JSON")
-    options = parser.parse_args(arguments)
-    where = torch.device(options.device)
-    facts = header(where)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status, 1 where our output is wrong."""
+    options = parse(arguments)
+    device = torch.device(options.device)
+    facts = header(device)
     print_header(facts)
-    result = run(options.model, where, options.rounds, options.tokens)
-    document = {"bench": "engine", **facts, **result}
-    folder = Path(options.out) if options.out else results_folder(where)
-    write_json(folder / f"engine-{Path(options.model).name}-bf16.json", document)
-    print(json.dumps(document))
+    bench = Bench(options, device)
+    try:
+        bench.run()
+    except GateError as error:
+        print(f"FAIL  {error}")
+        print(json.dumps({"bench": "engine", **facts, "error": str(error), "figures": []}))
+        return 1
+    eos_ids = bench.target.config.eos_token_ids
+    show(bench.found, eos_ids)
+    result = document(bench.found, options, facts, eos_ids)
+    folder = results_folder(device) if options.out is None else options.out
+    stem = folder / f"engine-{bench.folder.name if options.model != 'demo' else 'demo'}-bf16"
+    write_json(stem.with_name(f"{stem.name}.json"), result)
+    for path in save_charts(stem, bench.found.cells, bench.found.first, facts):
+        print(f"chart  {path}")
+    print(json.dumps(result))
     return 0
 
 
