@@ -17,8 +17,8 @@ import torch
 MODES = ("plain", "lookup", "assisted", "continuous")
 MODULES = {
     "transformers": "pagedraft.bench.peers.in_transformers",
-    "llama.cpp": "pagedraft.bench.peers.llama_cpp",
-    "OpenVINO GenAI": "pagedraft.bench.peers.openvino",
+    "llama.cpp": "pagedraft.bench.peers.in_llama_cpp",
+    "OpenVINO GenAI": "pagedraft.bench.peers.in_openvino",
     "vLLM": "pagedraft.bench.peers.in_vllm",
 }
 
