@@ -32,8 +32,10 @@ from pagedraft.bench.attention_cases import (
     prepare_attention,
     scratch_bytes,
 )
+from pagedraft.bench.attention_figures import figures_of
 from pagedraft.bench.attention_targets import Verdict, verdicts
 from pagedraft.bench.ceiling import Ceiling, measure_ceiling
+from pagedraft.bench.figure_verify import save_beside
 from pagedraft.bench.gate import Tensors, gate
 from pagedraft.bench.report import RESULTS, header, print_header, results_folder, write_json
 from pagedraft.bench.shapes import DTYPES
@@ -84,7 +86,7 @@ def price(point: AttentionPoint, ceiling: Ceiling, is_wide: bool) -> Row:
     split = launched_split(point, is_wide)
     counts = {name: num_units(point, unit) for name, unit in TREE_UNITS.items()}
     counts["launched"] = split.num_units
-    is_memory = cost.bytes / ceiling.copy_rate >= cost.flops / ceiling.matmul_rate
+    is_memory = cost.bytes / ceiling.byte_rate >= cost.flops / ceiling.matmul_rate
     return {
         "point": point.name,
         **{"step": point.step, "rows": point.num_rows, "context": point.context},
@@ -101,11 +103,12 @@ def price(point: AttentionPoint, ceiling: Ceiling, is_wide: bool) -> Row:
 
 def modelled(select: str) -> dict[str, Any]:
     """Return the document of a machine without a GPU: no time in it."""
-    return {
+    document = {
         **{"bench": "attention", "select": select, "measured": False, "device": H200.name},
         "ceiling": {**asdict(H200.ceiling), "source": H200.source},
         "rows": [price(point, H200.ceiling, H200.is_wide) for point in SELECTIONS[select]],
     }
+    return document | {"figures": figures_of(document)}
 
 
 def measure_point(
@@ -232,8 +235,9 @@ def run_modelled(options: argparse.Namespace) -> int:
     print(H200.source)
     cells = [_model_cells(row) for row in document["rows"]]
     print_table(f"paged attention, modelled for an {H200.name}", MODEL_HEADERS, cells)
-    folder = Path(options.out) if options.out else RESULTS / "modelled"
-    write_json(folder / f"attention-{options.select}.json", document)
+    path = Path(options.out or RESULTS / "modelled") / f"attention-{options.select}.json"
+    write_json(path, document)
+    print(save_beside(document, path))
     summary = {name: document[name] for name in ("bench", "select", "measured", "device")}
     print(json.dumps({**summary, "note": "nothing measured", "num_rows": len(cells)}))
     return 0
@@ -250,7 +254,7 @@ def run_measured(options: argparse.Namespace, device: torch.device) -> int:
     print(f" ceiling  {ceiling.text()}")
     baselines = [name for name in options.baselines.split(",") if name]
     document = {**facts, "ceiling": {**asdict(ceiling), "source": "measured in this run"}}
-    folder = Path(options.out) if options.out else results_folder(device)
+    path = Path(options.out or results_folder(device)) / f"attention-{options.select}.json"
     rows: list[Row] = []
     for point in SELECTIONS[options.select]:
         why = _why_not(point, device, start + options.limit - time.monotonic())
@@ -258,7 +262,9 @@ def run_measured(options: argparse.Namespace, device: torch.device) -> int:
             rows.append(_priced_on(point, ceiling, device) | {"left_out": why})
         else:
             rows.append(measure_point(point, device, ceiling, baselines, options.budget))
-        write_json(folder / f"attention-{options.select}.json", {**document, "rows": rows})
+        document["figures"] = figures_of(document | {"rows": rows})
+        write_json(path, document | {"rows": rows})
+    print(save_beside(document | {"rows": rows}, path))
     headers = (*TIME_HEADERS, *(TITLES[name] for name in baselines))
     title = f"paged attention, {options.select}, measured on {facts['device']}"
     print_table(title, headers, [_time_cells(row, baselines) for row in rows])

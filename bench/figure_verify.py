@@ -18,11 +18,13 @@ from typing import Any
 
 from pagedraft.bench.attention_cases import BASE_ROWS, TREE_UNITS, VERIFY_SPANS
 from pagedraft.bench.attention_targets import MAX_VERIFY_OVER_DECODE, VERIFY_CONTEXTS
+from pagedraft.bench.plot import new_chart, save_chart
 
 Row = dict[str, Any]
 Points = list[tuple[int, float]]
 COLOURS = dict(zip(VERIFY_SPANS, ("tab:green", "tab:blue", "tab:red"), strict=True))
 MODELLED = ("launched", *TREE_UNITS)
+SIZE = (8, 5.5)  # inches: eight lines and their legend
 STYLES = {"time": "-", "launched": "-", "segments": "--", "sections": ":"}
 
 
@@ -82,10 +84,10 @@ def figure_of(document: dict[str, Any]) -> Any:
     lines = ratios(document)
     if not lines:
         raise ValueError("rows: expected decode and verify at one context, got none with numbers")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    axes = figure.subplots()
+    what = "ratio of times" if document["measured"] else "ratio of bytes, each key counted once"
+    x_label = f"context (tokens); {BASE_ROWS} rows, 32 heads on 8, head dim 128, bf16"
+    figure, axes = new_chart(title(document), x_label, what)
+    figure.set_size_inches(*SIZE)
     for (span, quantity), points in lines.items():
         is_main = quantity in ("time", "launched")
         axes.plot(
@@ -102,34 +104,44 @@ def figure_of(document: dict[str, Any]) -> Any:
     axes.set_xscale("log", base=2)
     contexts = [context for context, _ in max(lines.values(), key=len)]
     axes.set_xticks(contexts, [f"{n // 1024}k" if n >= 1024 else str(n) for n in contexts])
-    axes.set_xlabel(f"context (tokens); {BASE_ROWS} rows, 32 heads on 8, head dim 128, bf16")
-    what = "ratio of times" if document["measured"] else "ratio of bytes, each key counted once"
-    axes.set_ylabel(what)
-    axes.set_title(title(document))
     axes.legend(ncols=1 if document["measured"] else 2, fontsize="small")
     return figure
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Write the figure to ``path``."""
+    """Write the figure to ``path``, with its device and date if it was measured."""
     figure = figure_of(document)
+    if document["measured"]:
+        save_chart(figure, path, document, "measured: ratio of median times of a call")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
+def save_beside(document: dict[str, Any], json_path: Path) -> str:
+    """Draw beside the JSON of a sweep; return a line that says where, or why there is no figure."""
+    select = json_path.stem.removeprefix("attention-")
+    suffix = "" if select == "full" else f"-{select}"
+    target = json_path.with_name(f"verify_over_decode{suffix}.png")
+    try:
+        draw(document, target)
+    except ImportError:
+        return "no chart of verify / decode: matplotlib is not installed"
+    except ValueError as error:
+        return f"no chart of verify / decode: {error}"
+    return f"chart    {target}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the figure of each JSON named."""
+    """Draw the figure of each JSON named; 1 if one has none."""
     parser = argparse.ArgumentParser(
         prog="python -m pagedraft.bench.figure_verify", description=__doc__
     )
     parser.add_argument("json", nargs="+", type=Path, help="attention-*.json of a sweep")
-    for source in parser.parse_args(arguments).json:
-        select = source.stem.removeprefix("attention-")
-        suffix = "" if select == "full" else f"-{select}"
-        target = source.with_name(f"verify_over_decode{suffix}.png")
-        draw(json.loads(source.read_text()), target)
-        print(target)
-    return 0
+    paths = parser.parse_args(arguments).json
+    lines = [save_beside(json.loads(path.read_text()), path) for path in paths]
+    print("\n".join(lines))
+    return int(any(line.startswith("no ") for line in lines))
 
 
 if __name__ == "__main__":

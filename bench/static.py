@@ -28,7 +28,7 @@ from pagedraft.bench import inspect_cli  # noqa: E402
 from pagedraft.bench.record import Call  # noqa: E402
 from pagedraft.bench.static_calls import calls  # noqa: E402
 from pagedraft.bench.static_compile import TARGETS, check  # noqa: E402
-from pagedraft.bench.static_report import Result, print_results  # noqa: E402
+from pagedraft.bench.static_report import Result, figures_of, print_results  # noqa: E402
 from pagedraft.kernels.dispatch import OPS  # noqa: E402
 
 
@@ -76,13 +76,18 @@ def _report(results: list[Result], json_path: Path | None) -> int:
     print_results(f"torch {torch.__version__}, triton {triton.__version__}", results)
     if json_path:
         document = {
+            "bench": "static",
             "torch": torch.__version__,
             "triton": triton.__version__,
             "results": [result.to_json() for result in results],
+            "figures": figures_of(results),
         }
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    return int(any(result.problem for result in results))
+    num_failed = sum(bool(result.problem) for result in results)
+    facts = {"bench": "static", "torch": torch.__version__, "triton": triton.__version__}
+    print(json.dumps({**facts, "num_kernels": len(results), "num_failed": num_failed}))
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":

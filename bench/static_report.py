@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedraft.bench.figures import Figure, as_json
 from pagedraft.bench.sass import MachineCode
 from pagedraft.bench.static_checks import FLOOR_TARGET, SHARED_LIMITS
 from pagedraft.bench.table import print_table
@@ -135,3 +137,31 @@ def print_failures(results: list[Result]) -> None:
     for (op, kernel, problem), where in grouped.items():
         print(f"\nFAILED {op} {kernel} on {'; '.join(where)}\n{problem}")
     print(f"\n{len(results)} kernels x targets, {len(failures)} failed")
+
+
+def figures_of(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """The list ``figures`` of a document: what the compiler made of each kernel, and failures.
+
+    A kernel is named by its target and first case; of several with one name the later are numbered.
+    """
+    figures = []
+    seen: Counter[str] = Counter()
+    num_failed = 0
+    for result in results:
+        num_failed += bool(result.problem)
+        if result.code is None:
+            continue
+        name = f"static/{result.target}/{result.op} {result.kernel} {result.cases[0]}"
+        seen[name] += 1
+        name += f" #{seen[name]}" if seen[name] > 1 else ""
+        counts = {
+            "registers": result.code.registers,
+            "spills": result.code.spill_bytes,
+            "shared": result.shared_bytes,
+            "instructions": result.code.instructions,
+        }
+        for what, count in counts.items():
+            unit = "B" if what in ("spills", "shared") else "1"
+            figures.append(Figure(f"{name}/{what}", count, unit, "lower", "counted"))
+    figures.append(Figure("static/failed", num_failed, "1", "lower", "counted", target=0))
+    return as_json(figures)

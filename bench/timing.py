@@ -10,13 +10,16 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 
 Run = Callable[[], object]
-COLD_BYTES = {"cuda": 256 << 20, "cpu": 96 << 20}
+COLD_BYTES = {"cuda": 256 << 20, "cpu": 96 << 20}  # at the least
+COLD_CACHES = 3  # how many times a CPU's last-level cache
 MAX_COPY_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}
-MAX_COPIES = 48
+MAX_COPIES = {"cuda": 48, "cpu": 256}
 MIN_CALLS_PER_GRAPH = 24
 
 
@@ -43,9 +46,20 @@ def num_copies(bytes_per_call: int, bytes_per_copy: int, device: torch.device) -
 
     bytes_per_call: what a call moves; bytes_per_copy: what its buffers take (a pool is larger).
     """
-    wanted = -(-COLD_BYTES[device.type] // max(1, bytes_per_call))
+    cold_bytes = COLD_BYTES[device.type]
+    if device.type == "cpu":
+        cold_bytes = max(cold_bytes, COLD_CACHES * last_cache_bytes())
+    wanted = -(-cold_bytes // max(1, bytes_per_call))
     affordable = MAX_COPY_BYTES[device.type] // max(1, bytes_per_copy)
-    return max(1, min(wanted, affordable, MAX_COPIES))
+    return max(1, min(wanted, affordable, MAX_COPIES[device.type]))
+
+
+@lru_cache(maxsize=1)
+def last_cache_bytes() -> int:
+    """Size of the processor's largest cache as Linux states it, 0 where it does not."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    texts = [path.read_text().strip() for path in sizes]
+    return max((int(text[:-1]) << 10 for text in texts if text.endswith("K")), default=0)
 
 
 def rotating_copies(

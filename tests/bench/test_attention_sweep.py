@@ -14,10 +14,19 @@ import torch
 
 from pagedraft.bench import attention_sweep, kernels
 from pagedraft.bench.attention_baselines import BASELINES
-from pagedraft.bench.attention_cases import FULL, GRID, SHORT, TRIAL, prepare_attention
+from pagedraft.bench.attention_cases import (
+    FULL,
+    GRID,
+    SHORT,
+    TRIAL,
+    prepare_attention,
+    step_point,
+)
+from pagedraft.bench.attention_figures import figures_of
 from pagedraft.bench.attention_sweep import H200, measure_baseline, measure_point, modelled, price
 from pagedraft.bench.attention_targets import verdicts
 from pagedraft.bench.ceiling import Ceiling
+from pagedraft.bench.figures import read_figures
 from pagedraft.bench.report import RESULTS
 
 CPU = torch.device("cpu")
@@ -74,6 +83,12 @@ def test_trial_measures_what_there_is(tmp_path, capsys):
     assert all(row["baselines"]["sdpa"]["time"]["median"] > 0 for row in rows)
 
 
+@pytest.fixture
+def known_ceiling(monkeypatch):
+    monkeypatch.setattr(attention_sweep, "measure_ceiling", lambda *_: CEILING)
+
+
+@pytest.mark.usefixtures("known_ceiling")
 def test_points_after_the_limit_are_left_out(tmp_path, capsys):
     assert sweep(tmp_path, "--select", "trial", "--device", "cpu", "--limit", "0") == 0
     assert "not run: out of time" in capsys.readouterr().out
@@ -111,6 +126,7 @@ def test_baseline_that_computes_something_else_has_no_time(monkeypatch):
     assert found["problem"].startswith("WRONG")
 
 
+@pytest.mark.usefixtures("known_ceiling")
 def test_wrong_numbers_have_no_time(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(attention_sweep, "gate", lambda prepare, inputs: "output 0: error 1")
     assert sweep(tmp_path, "--select", "trial", "--device", "cpu") == 1
@@ -123,9 +139,11 @@ def measured(times: dict[str, float], points=SHORT) -> dict:
     rows = [price(point, CEILING, True) for point in points]
     for row in rows:
         if row["step"] in times:
-            row["time"] = {"median": row["floor"] * times[row["step"]]}
+            seconds = row["floor"] * times[row["step"]]
+            row["time"] = {"median": seconds, "p20": seconds / 2, "p80": seconds * 2}
     return {
-        **{"measured": True, "device": "Some GPU", "rows": rows},
+        **{"measured": True, "select": "short", "device": "Some GPU", "rows": rows},
+        **{"threads": 1, "git": "abc1234", "date": "2026-01-01 00:00 UTC"},
         "ceiling": {"copy_rate": CEILING.copy_rate, "matmul_rate": CEILING.matmul_rate},
     }
 
@@ -157,6 +175,29 @@ def test_verify_is_judged_against_decode_of_the_same_cache():
 
 def test_model_is_not_judged():
     assert verdicts(modelled("short")) == []
+
+
+def test_figures_of_a_model_are_counts_and_guesses():
+    figures = {figure.name: figure for figure in read_figures(modelled("short"))}
+    assert {figure.how for figure in figures.values()} == {"counted", "modelled"}
+    point = step_point("decode", 65536)
+    row = price(point, H200.ceiling, True)
+    found = figures[f"attention/short/{point.name}/bytes"]
+    assert found.value == row["bytes"] + row["scratch"]["launched"]
+    assert figures[f"attention/short/{point.name}/floor"].value == row["floor"] * 1e6
+    ratio = figures["attention/short/verify9 of decode, context 65536/bytes"]
+    assert 1.0 < ratio.value < 1.2
+
+
+def test_figures_of_a_measurement_are_times_and_targets():
+    document = measured({"decode": 1.1})
+    figures = {figure.name: figure for figure in read_figures({"figures": figures_of(document)})}
+    us = figures["attention/short/decode 8x8192/us"]
+    assert (us.how, us.low, us.high) == ("measured", us.value / 2, us.value * 2)
+    assert figures["attention/short/decode 8x8192/ceiling"].value == pytest.approx(100 / 1.1)
+    target = figures["attention/short/target/of copy bandwidth, decode 8x8192"]
+    assert target.is_met
+    assert not any("verify9" in name for name in figures)  # it has no time
 
 
 class TestFigure:
