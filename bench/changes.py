@@ -24,12 +24,14 @@ class Rule:
     """By how much a figure has to change to count, as a share of the smaller of both values.
 
     margin: timed figures with intervals from the 20th to the 80th percentile, which must not
-        overlap either. single: those of one sample. counted: all others, where only sums round.
+        overlap either. single: those of one sample. counted: all others, where only sums round;
+        ``slack``, in their unit, is allowed them where that is more.
     """
 
     margin: float = 0.05
     single: float = 0.20
     counted: float = 1e-9
+    slack: float = 0.0
 
     def mark(self, old: Figure, new: Figure) -> str:
         """BETTER, WORSE or SAME; ValueError where the two do not mean the same."""
@@ -45,7 +47,7 @@ class Rule:
         difference = abs(new.value - old.value)
         least = min(abs(old.value), abs(new.value))
         if old.how not in TIMED:
-            return difference > self.counted * least
+            return difference > max(self.counted * least, self.slack)
         has_intervals = old.low is not None and new.low is not None
         margin = self.margin if has_intervals else self.single
         (low, high), (new_low, new_high) = interval(old), interval(new)

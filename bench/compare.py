@@ -50,7 +50,11 @@ from pagedraft.bench.report import write_json
 from pagedraft.model.config import read_json
 
 # What two documents must agree on; where one does not say it, nothing is known against it.
-WORKLOAD = ("bench", "model", "draft", "dtype", "kv_dtype", "block_size", "tokens", "new_tokens")
+WORKLOAD = (
+    *("bench", "dry", "quick", "select", "where", "settings"),
+    *("model", "draft", "speculate", "alpha", "dtype", "kv_dtype", "block_size"),
+    *("prompt", "prompts", "num_prompt", "tokens", "new_tokens", "num_new"),
+)
 MACHINE = ("device", "threads")
 SHOWN = ("git", "date", "device", "threads", "omp", "python", "torch", "triton")
 Document = Mapping[str, Any]
