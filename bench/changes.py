@@ -14,8 +14,9 @@ from pagedraft.bench.figures import Figure
 from pagedraft.bench.table import print_table
 
 TIMED = ("measured", "predicted", "synthetic")
-GONE, WORSE, BETTER, NEW, SAME = MARKS = ("gone", "worse", "better", "new", "same")
+GONE, WORSE, BETTER, NEW, MOVED, SAME = MARKS = ("gone", "worse", "better", "new", "moved", "same")
 FAILURES = (GONE, WORSE)
+CEILING = "/ceiling"  # ends the name of a share of what this run found the device to reach at best
 HEADERS = ("figure", "before", "after", "change", "")
 
 
@@ -34,13 +35,18 @@ class Rule:
     slack: float = 0.0
 
     def mark(self, old: Figure, new: Figure) -> str:
-        """BETTER, WORSE or SAME; ValueError where the two do not mean the same."""
+        """BETTER, WORSE or SAME, or MOVED for a share of the ceiling.
+
+        ValueError where the two do not mean the same.
+        """
         for field in ("unit", "better", "how"):
             before, after = getattr(old, field), getattr(new, field)
             if before != after:
                 raise ValueError(f"{old.name}: {field}: expected {before!r}, got {after!r}")
         if not self._counts(old, new):
             return SAME
+        if old.name.endswith(CEILING):
+            return MOVED
         return BETTER if (new.value > old.value) == (old.better == "higher") else WORSE
 
     def _counts(self, old: Figure, new: Figure) -> bool:
@@ -102,7 +108,7 @@ def interval(figure: Figure) -> tuple[float, float]:
 
 
 def count_marks(changes: Sequence[Change]) -> dict[str, int]:
-    """How many figures are gone, worse, better, new and the same."""
+    """How many figures have each mark."""
     marks = [change.mark for change in changes]
     return {mark: marks.count(mark) for mark in MARKS}
 

@@ -1,112 +1,17 @@
-"""What bench-compare marks, what it leaves to noise, and what it refuses."""
+"""What bench-compare says of two documents or folders, and what it refuses."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pagedraft.bench import compare
-from pagedraft.bench.changes import BETTER, SAME, WORSE, Rule, compare_figures
-from pagedraft.bench.figures import HOW, Figure, as_json, from_samples
-
-
-def timed(value: float, low: float | None = None, high: float | None = None, **others) -> Figure:
-    """A time in us, less of which is better."""
-    fields = {"unit": "us", "better": "lower", "how": "measured", **others}
-    return Figure("a", value, low=low, high=high, **fields)
-
-
-def rate(value: float, low: float, high: float) -> Figure:
-    """What more of is better."""
-    return timed(value, low, high, unit="GB/s", better="higher")
-
-
-def counted(value: float, **others) -> Figure:
-    return timed(value, how="counted", **others)
-
-
-# name -> before, after, the mark.
-RULES = {
-    "slower": (timed(100, 98, 102), timed(110, 108, 112), "worse"),
-    "faster": (timed(100, 98, 102), timed(90, 88, 92), "better"),
-    "more of what is good": (rate(100, 98, 102), rate(110, 108, 112), "better"),
-    "less of what is good": (rate(100, 98, 102), rate(90, 88, 92), "worse"),
-    "apart, within the margin": (timed(100, 99, 101), timed(104, 103, 105), "same"),
-    "beyond the margin, overlapping": (timed(100, 80, 120), timed(118, 110, 130), "same"),
-    "intervals that touch": (timed(100, 98, 105), timed(110, 105, 112), "same"),
-    "one sample, 15 %": (timed(100), timed(115), "same"),
-    "one sample, 25 %": (timed(100), timed(125), "worse"),
-    "one sample against many": (timed(100, 99, 101), timed(115), "same"),
-    "one sample against many, 25 %": (timed(100, 99, 101), timed(125), "worse"),
-    "a prediction": (timed(100, how="predicted"), timed(70, how="predicted"), "better"),
-    "one launch more": (counted(7), counted(8), "worse"),
-    "one launch less": (counted(7), counted(6), "better"),
-    "rounding of a count": (counted(0.1 + 0.2), counted(0.3), "same"),
-    "one byte of a megabyte": (counted(1e6, unit="B"), counted(1e6 + 1, unit="B"), "worse"),
-    "modelled": (timed(5.0, how="modelled"), timed(5.1, how="modelled"), "worse"),
-    "a count from 0": (counted(0), counted(1), "worse"),
-    "a count to 0": (counted(1), counted(0), "better"),
-    "0 stays 0": (counted(0), counted(0), "same"),
-    "a time from 0": (timed(0), timed(1), "worse"),
-    "a time of 0 stays 0": (timed(0), timed(0), "same"),
-    "negative, towards 0": (timed(-10, -11, -9), timed(-5, -6, -4), "worse"),
-    "negative, away from 0": (timed(-5, -6, -4), timed(-10, -11, -9), "better"),
-    "negative count": (counted(-1, better="higher"), counted(-2, better="higher"), "worse"),
-}
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_rule(name):
-    old, new, mark = RULES[name]
-    assert Rule().mark(old, new) == mark
-
-
-def test_margins_are_what_was_asked_for():
-    assert Rule(margin=0.2).mark(timed(100, 98, 102), timed(110, 108, 112)) == SAME
-    assert Rule(single=0.1).mark(timed(100), timed(115)) == WORSE
-    assert Rule(counted=0.01).mark(counted(1000), counted(1009)) == SAME
-
-
-@st.composite
-def figures(draw, how: str, better: str) -> Figure:
-    number = st.floats(-1e6, 1e6)
-    low, value, high = sorted(draw(st.tuples(number, number, number)))
-    has_interval = draw(st.booleans())
-    sides = (low, high) if has_interval else (None, None)
-    return timed(value, *sides, how=how, better=better)
-
-
-@given(st.data(), st.sampled_from([*HOW]), st.sampled_from(["lower", "higher"]))
-def test_the_other_way_round_is_the_opposite(data, how, better):
-    old, new = data.draw(figures(how, better)), data.draw(figures(how, better))
-    opposite = {WORSE: BETTER, BETTER: WORSE, SAME: SAME}
-    assert Rule().mark(new, old) == opposite[Rule().mark(old, new)]
-    assert Rule().mark(old, old) == SAME
-
-
-def noisy(seed: int, mean: float = 100.0, spread: float = 10.0) -> list[Figure]:
-    """200 figures of 30 samples each, normal around ``mean``."""
-    rng = random.Random(seed)
-    samples = [[rng.gauss(mean, spread) for _ in range(30)] for _ in range(200)]
-    return [from_samples(f"{i}", row, "us", "lower") for i, row in enumerate(samples)]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_equal_runs_with_noise_are_the_same(seed):
-    changes = compare_figures(noisy(seed), noisy(seed + 100), Rule())
-    assert {change.mark for change in changes} == {SAME}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_teeth_what_exceeds_the_noise_is_marked(seed):
-    changes = compare_figures(noisy(seed), noisy(seed + 100, mean=125.0, spread=5.0), Rule())
-    assert {change.mark for change in changes} == {WORSE}
+from pagedraft.bench.figures import Figure, as_json
+from pagedraft.tests.bench.made_figures import counted, timed
 
 
 @pytest.fixture
@@ -140,7 +45,14 @@ def test_the_document_says_what_changed(save, tmp_path, capsys):
     assert compare.main([before, after, "--json", str(tmp_path / "z.json")]) == 1
     printed = capsys.readouterr().out
     document = json.loads(printed.splitlines()[-1])
-    assert document["counts"] == {"gone": 1, "worse": 1, "better": 1, "new": 1, "same": 1}
+    assert document["counts"] == {
+        "gone": 1,
+        "worse": 1,
+        "better": 1,
+        "new": 1,
+        "moved": 0,
+        "same": 1,
+    }
     marks = [(change["name"], change["mark"], change["ratio"]) for change in document["changes"]]
     assert marks == [
         ("e", "gone", None),
@@ -165,6 +77,16 @@ def test_better_and_new_figures_are_no_failure(save):
     before = save("x.json", [timed(100, 98, 102)])
     after = save("y.json", [timed(50, 49, 51), Figure("b", 7, "launches", "lower", "counted")])
     assert compare.main([before, after]) == 0
+
+
+def test_a_share_of_the_ceiling_is_shown_and_not_judged(save, capsys):
+    """Between two runs the ceiling moved, the time did not."""
+    time, share = timed(100, 98, 102), Figure("a/ceiling", 50.0, "%", "higher", "measured", 49, 51)
+    before = save("x.json", [time, share])
+    after = save("y.json", [time, replace(share, value=10.0, low=9.0, high=11.0)])
+    assert compare.main([before, after]) == 0
+    assert [change["mark"] for change in last_line(capsys)["changes"]] == ["moved"]
+    assert compare.main([before, save("z.json", [time])]) == 1
 
 
 ROW = {"name": "a", "value": 1.0, "unit": "us", "better": "lower", "how": "measured"}
