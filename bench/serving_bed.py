@@ -96,7 +96,8 @@ def source(tokenizer: Any, text: str) -> PromptSource | None:
     """Pieces of a text's tokens; None without a tokenizer."""
     if tokenizer is None:
         return None
-    return pieces_of_ids(tokenizer.encode(read_text(text), add_special_tokens=False))
+    whole = read_text(text)  # longer than any model takes, which is no reason for a warning
+    return pieces_of_ids(tokenizer.encode(whole, add_special_tokens=False, verbose=False))
 
 
 def check_outputs(llm: LLM, answers: Sequence[Answer], seed: int) -> int:

@@ -54,7 +54,8 @@ class Address:
 class HttpClient:
     """Sends jobs to a server.
 
-    model: as the server names it. body: fields besides the standard ones. headers: likewise.
+    model: as the server names it. body: fields besides the standard ones, or in place of them;
+    None takes one out. headers: likewise.
     """
 
     address: Address
@@ -66,9 +67,10 @@ class HttpClient:
         """Read the stream to its end. Raises ServingError for whatever is no good answer."""
         body = {"model": self.model, "prompt": job.prompt, "max_tokens": job.num_new}
         body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+        body = {name: value for name, value in (body | self.body).items() if value is not None}
         tokens, events = TokenCount(answer), EventLines()
         try:
-            async with Exchange(self.address, "/completions", self.headers, body | self.body) as it:
+            async with Exchange(self.address, "/completions", self.headers, body) as it:
                 await it.expect("text/event-stream")
                 async with aclosing(it.body()) as body_parts:
                     async for data in body_parts:

@@ -26,10 +26,7 @@ from pagedraft.bench.kv_waste import MEAN_ANSWER, MEAN_PROMPT
 
 PROSE = Path(__file__).parent / "data" / "public_domain.txt"
 ARRIVALS = {"poisson": 1.0, "bursty": 3.0}  # coefficient of variation of the gaps
-MODULES = (
-    *("argparse", "ast", "calendar", "cmd", "configparser", "csv", "dataclasses", "difflib"),
-    *("fractions", "optparse", "pdb", "pprint", "shutil", "statistics", "tarfile", "textwrap"),
-)
+MODULES = ("argparse", "ast", "calendar", "configparser", "csv", "dataclasses", "difflib", "pdb")
 CHARS_A_TOKEN = 4  # of a prompt that is sent as text: how long it really is only the server knows
 
 Prompt = list[int] | str

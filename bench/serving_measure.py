@@ -29,6 +29,7 @@ from pagedraft.bench.serving_summary import Summary, summarise, surely_missed
 from pagedraft.scheduler.metrics import percentile
 
 NUM_IDLE = 6  # requests, one after another; the first is not counted
+IDLE_SECONDS = 10.0  # after which no more of them are sent, but two
 GATE_A_RUN = 2  # answers of a run that are kept for the comparison of outputs
 
 
@@ -103,8 +104,11 @@ class Measurement:
     async def _idle(self, mix: Mix, speculation: str) -> Idle:
         load = Load(mix, 1.0, 1.0, NUM_IDLE, 0.0, f"{self.settings.seed}/idle/{mix.name}")
         jobs = [job for job in self._jobs(load) if job.is_counted]
-        answers = []
+        answers: list[Answer] = []
+        began = time.monotonic()
         for job in jobs:
+            if len(answers) > 1 and time.monotonic() - began > IDLE_SECONDS:
+                break
             run = await self._send([replace(job, when=0.0)], speculation)
             answers += run.counted
         stats = [answer.stats for answer in answers[1:]]

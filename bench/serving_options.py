@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     server = parser.add_argument_group("a server").add_argument
     server("--url", help="of an OpenAI-compatible server, as http://127.0.0.1:8000")
     server("--served-model", help="as the server names it; the first that it lists")
-    server("--body", help="JSON object of more fields, as '{\"ignore_eos\": true}'")
+    server("--body", help='JSON object of more fields, as {"ignore_eos": true}; null takes one out')
     server("--header", action="append", help="Name: value")
     server("--label", help="stands in the figures' names where 'off' and drafters do")
     server("--max-context", type=_count, help="most tokens of prompt and output")

@@ -218,7 +218,8 @@ def test_nobody_listens():
 
 
 def test_what_is_sent():
-    answer, server = ask(in_chunks(*WHOLE), body={"ignore_eos": True, "temperature": 0.5})
+    body = {"ignore_eos": True, "temperature": 0.5, "stream_options": None}
+    answer, server = ask(in_chunks(*WHOLE), body=body)
     assert server.bodies == [
         {
             "model": "fake",
@@ -226,13 +227,17 @@ def test_what_is_sent():
             "max_tokens": 4,
             "temperature": 0.5,
             "stream": True,
-            "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
     ]
     assert server.paths == ["/v1/completions"]
     assert "X-Key: secret\r\n" in server.heads[0]
     assert answer.num_prompt == 7
+
+
+def test_usage_is_asked_for():
+    _, server = ask(in_chunks(*WHOLE))
+    assert server.bodies[0]["stream_options"] == {"include_usage": True}
 
 
 ADDRESSES = {
