@@ -27,8 +27,8 @@ class Taught:
         they would move probabilities by some percent.
     lse_N: fp32, log-sum-exp of the target's logits there.
     kind, source: of the prompt. temperature: the continuation was drawn at.
-    before_PE: fp16, states at the prompt's tokens but the last [num_prompt - 1, E]; None where no
-        feature head is to read them.
+    before_PE: fp16, states at the prompt's tokens but the last [num_prompt - 1, E]; before_lse_P:
+        fp32, the log-sum-exp there. Both or none.
     """
 
     token_ids: torch.Tensor
@@ -39,6 +39,7 @@ class Taught:
     source: str
     temperature: float
     before_PE: torch.Tensor | None = None
+    before_lse_P: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         num_output = len(self.token_ids) - self.num_prompt
@@ -52,11 +53,13 @@ class Taught:
                 f"taught text: expected states of {num_output} tokens, got "
                 f"{tuple(self.states_NE.shape)} and {tuple(self.lse_N.shape)}"
             )
-
-        if self.before_PE is not None and len(self.before_PE) != self.num_prompt - 1:
+        befores = [0 if rows is None else len(rows) for rows in (self.before_PE, self.before_lse_P)]
+        if (self.before_PE is None) != (self.before_lse_P is None) or (
+            self.before_PE is not None and befores != 2 * [self.num_prompt - 1]
+        ):
             raise ValueError(
-                f"taught text: expected states of {self.num_prompt - 1} tokens of the prompt, got "
-                f"{len(self.before_PE)}"
+                f"taught text: expected states and log-sum-exp of {self.num_prompt - 1} tokens of "
+                f"the prompt, or neither, got {befores}"
             )
 
     @property
@@ -89,11 +92,12 @@ def save_taught(file: str | Path, texts: Sequence[Taught]) -> None:
         "states": torch.cat([text.states_NE for text in texts]),
         "lse": torch.cat([text.lse_N for text in texts]),
     }
-    befores = [text.before_PE for text in texts if text.before_PE is not None]
-    if befores:
-        if len(befores) < len(texts):
+    taught = [text for text in texts if text.before_PE is not None]
+    if taught:
+        if len(taught) < len(texts):
             raise ValueError(f"{file}: expected states of prompts for all texts or for none")
-        tensors["before"] = torch.cat(befores)
+        tensors["before"] = torch.cat([text.before_PE for text in taught])
+        tensors["before_lse"] = torch.cat([text.before_lse_P for text in taught])
     write_tensors(file, tensors, {"format": FORMAT, "texts": json.dumps(rows)})
 
 
@@ -120,7 +124,10 @@ def load_taught(file: str | Path) -> list[Taught]:
                 raise ValueError(f"{file}: expected taught texts, got another file")
             names = ("token_ids", "states", "lse")
             token_ids, states, lse = (opened.get_tensor(name) for name in names)
-            before = opened.get_tensor("before") if "before" in opened.keys() else None  # noqa: SIM118
+            before, before_lse = (
+                opened.get_tensor(name) if name in opened.keys() else None  # noqa: SIM118
+                for name in ("before", "before_lse")
+            )
         rows = json.loads(metadata["texts"])
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{file}: cannot be read: {error}; remove it, and go on without") from None
@@ -139,6 +146,7 @@ def load_taught(file: str | Path) -> list[Taught]:
                 source,
                 temperature,
                 None if before is None else before[first_before:last_before],
+                None if before_lse is None else before_lse[first_before:last_before],
             )
         )
         first_before = last_before

@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
+from pagedraft.decoding.distill.batches import Batch, make_batch, plan_batches, shift
 from pagedraft.decoding.distill.losses import LOSSES, LossResult, distill_loss
 from pagedraft.decoding.distill.precision import DTYPES, products_in, resolve_dtype
-from pagedraft.decoding.distill.student import Student
+from pagedraft.decoding.distill.student import FUSE, Student
 from pagedraft.decoding.distill.taught import Taught, write_tensors
 
 HINT = "; remove it to train anew"
@@ -43,6 +44,7 @@ class TrainOptions:
         which later drafts in a row read in their place: smooth L1 of both before the final norm's
         weight.
     dtype: of products, a name of DTYPES or "auto", see precision.py.
+    prompts: learn at the tokens of prompts, too, where the target has read them.
     """
 
     loss: str = "forward_kl"
@@ -56,6 +58,7 @@ class TrainOptions:
     unroll: int = 1
     state_weight: float = 0.0
     dtype: str = "fp32"
+    prompts: bool = True
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -106,21 +109,6 @@ class Diverged(ValueError):
     """Training has come to numbers that are none."""
 
 
-class Batch(NamedTuple):
-    """Texts side by side: tokens_BL int64 [B, L], right-padded with 0, without their last tokens.
-
-    places_N: where, in [B * L], each written token is predicted; states_NE fp32 and lse_N: the
-    teacher's there. before_BLE: fp32, the teacher's states of the tokens before, zeros at the
-    first; None without a feature head.
-    """
-
-    tokens_BL: torch.Tensor
-    places_N: torch.Tensor
-    states_NE: torch.Tensor
-    lse_N: torch.Tensor
-    before_BLE: torch.Tensor | None = None
-
-
 class Trainer:
     """Trains ``student`` in place.
 
@@ -165,7 +153,8 @@ class Trainer:
 
     def advance(self) -> Progress:
         """Run one step."""
-        batch = make_batch([self._texts[i] for i in self._next()], self._head_UE.device)
+        texts = [self._texts[i] for i in self._next()]
+        batch = self._batch(texts, with_prompts=self.options.prompts)
         for group in self._optimizer.param_groups:
             group["lr"] = self.options.rate(self.step, self.num_steps)
         result = self._loss(batch)
@@ -188,7 +177,7 @@ class Trainer:
         """The means over other texts, without learning from them."""
         total, sums = 0, [0.0, 0.0, 0.0]
         for indices in plan_batches(texts, self.options.batch_tokens, self.options.seed, 0):
-            result = self._loss(make_batch([texts[i] for i in indices], self._head_UE.device))
+            result = self._loss(self._batch([texts[i] for i in indices]))
             count = len(result.alpha_N)
             total += count
             means = (result.loss, result.alpha_N.mean(), result.agree_N.float().mean())
@@ -266,6 +255,11 @@ class Trainer:
             self._batches = plan_batches(self._texts, self.options.batch_tokens, seed, self._epoch)
         return self._batches[self.step - self._num_before]
 
+    def _batch(self, texts: Sequence[Taught], *, with_prompts: bool = False) -> Batch:
+        has_states = FUSE in self.student.weights
+        device = self._head_UE.device
+        return make_batch(texts, device, with_states=has_states, with_prompts=with_prompts)
+
     def _loss(self, batch: Batch) -> LossResult:
         """Of the first draft, with ``unroll`` of later ones, too; all but the loss is its own."""
         first, before_BLE, share = None, batch.before_BLE, 1.0
@@ -303,56 +297,3 @@ class Trainer:
         scale_E = torch.where(weight_E != 0, 1 / weight_E, 0.0)
         apart = F.smooth_l1_loss(written_NE * scale_E, batch.states_NE * scale_E)
         return self.options.state_weight * apart
-
-
-def shift(states_BLE: torch.Tensor) -> torch.Tensor:
-    """At each token the state of the one before it, zeros at the first."""
-    return F.pad(states_BLE, (0, 0, 1, 0))[:, :-1]
-
-
-def plan_batches(
-    texts: Sequence[Taught], batch_tokens: int, seed: int, epoch: int, pool: int = 128
-) -> list[list[int]]:
-    """Indices of the texts of each batch of an epoch; every text once.
-
-    Texts are shuffled and sorted by length within pools of ``pool``, so that little is padding;
-    then batches are shuffled. A text longer than ``batch_tokens`` is a batch of its own.
-    """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = torch.randperm(len(texts), generator=generator).tolist()
-    batches: list[list[int]] = []
-    for start in range(0, len(order), pool):
-        batch: list[int] = []
-        for index in sorted(order[start : start + pool], key=lambda i: len(texts[i].token_ids)):
-            if batch and (len(batch) + 1) * len(texts[index].token_ids) > batch_tokens:
-                batches.append(batch)
-                batch = []
-            batch.append(index)
-        batches.append(batch)
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-
-
-def make_batch(texts: Sequence[Taught], device: torch.device) -> Batch:
-    """Put texts side by side on ``device``."""
-    length = max(len(text.token_ids) for text in texts) - 1
-    tokens_BL = torch.zeros(len(texts), length, dtype=torch.int64)
-    places = []
-    for row, text in enumerate(texts):
-        tokens_BL[row, : len(text.token_ids) - 1] = text.token_ids[:-1]
-        first = row * length + text.num_prompt - 1
-        places.append(torch.arange(first, first + text.num_output))
-    before_BLE = None
-    if all(text.before_PE is not None for text in texts):
-        before_BLE = torch.zeros(*tokens_BL.shape, texts[0].states_NE.shape[1])
-        for row, text in enumerate(texts):
-            assert text.before_PE is not None
-            states_TE = torch.cat([text.before_PE, text.states_NE])
-            before_BLE[row, 1 : len(states_TE)] = states_TE[:-1]
-        before_BLE = before_BLE.to(device)
-    return Batch(
-        tokens_BL.to(device),
-        torch.cat(places).to(device),
-        torch.cat([text.states_NE for text in texts]).to(device, torch.float32),
-        torch.cat([text.lse_N for text in texts]).to(device),
-        before_BLE,
-    )

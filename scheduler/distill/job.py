@@ -66,9 +66,12 @@ class Clock:
         try:
             yield deadline
         finally:
-            passed = time.perf_counter() - began
-            self.seconds[name] = self.seconds.get(name, 0.0) + passed
-            self._state.write("seconds", self.seconds)
+            self.add(name, time.perf_counter() - began)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count time that a phase has taken."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self._state.write("seconds", self.seconds)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Job:
 
 def prepare(options: DistillOptions, watch: Watch) -> Job:
     """Check everything that can be checked, and load the target. ValueError says what is wrong."""
+    began = time.perf_counter()
     check_replaceable(options.out)
     folder = resolve_model(options.target)
     config = ModelConfig.from_folder(folder)
@@ -125,6 +129,8 @@ def prepare(options: DistillOptions, watch: Watch) -> Job:
         watch.say(f"other options: training anew with the texts in {state.path}")
     elif state.is_resumed:
         watch.say(f"going on with the run in {state.path}")
+    clock = Clock(options.minutes, state)
+    clock.add("prepare", time.perf_counter() - began)
     return Job(
         options,
         watch,
@@ -132,7 +138,7 @@ def prepare(options: DistillOptions, watch: Watch) -> Job:
         layers,
         sides,
         state,
-        Clock(options.minutes, state),
+        clock,
         target,
         train,
         held_out,

@@ -59,7 +59,8 @@ class _Lesson:
         self.temperature = temperature
         self.states: list[torch.Tensor] = []
         self.lse: list[torch.Tensor] = []
-        self.before_PE: torch.Tensor | None = None  # states at the prompt's tokens but the last
+        # States and log-sum-exp at the prompt's tokens but the last.
+        self.before: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def taught(self, request: Request) -> Taught:
         """What there is to learn so far."""
@@ -73,7 +74,7 @@ class _Lesson:
             self.encoded.prompt.kind,
             self.encoded.prompt.source,
             self.temperature,
-            self.before_PE,
+            *(self.before or ()),
         )
 
 
@@ -81,7 +82,7 @@ class Writer:
     """Lets ``target`` continue prompts and keeps what its head read.
 
     max_tokens: of a continuation. temperatures: of the texts in turn. with_prompts: keep what the
-        head would read at the prompts' tokens, too.
+        target thought at the prompts' tokens, too.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Writer:
                     for row, request in enumerate(engine.step()):
                         _, lesson = lessons[request]
                         if not lesson.states:
-                            lesson.before_PE = self._read_before(request)
+                            lesson.before = self._read_before(request)
                         lesson.states.append(self._states_QE[row])
                         lesson.lse.append(self._lse_Q[row])
                 for request in [request for request in lessons if request.finished]:
@@ -164,17 +165,20 @@ class Writer:
         request = self._llm.submit(list(encoded.token_ids), params)
         return request, _Lesson(encoded, temperature)
 
-    def _read_before(self, request: Request) -> torch.Tensor | None:
-        """The states that the target's pool holds of a prompt: at all tokens but the last."""
+    def _read_before(self, request: Request) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What the target thought at all tokens of a prompt but the last: states, log-sum-exp."""
         if self._cache.features_NBE is None:
             return None
-        sequence = request.sequence
+        target, sequence = self._llm.target, request.sequence
         after = sequence.token_ids[1 : sequence.num_prompt]
         if not after:
-            return _as_fp16(torch.zeros(0, self._llm.target.config.embed_dim))
-        return _as_fp16(
-            states_before(self._cache, [Span(after, 1, sequence.block_ids, 0)], len(after))
-        )
+            return _as_fp16(torch.zeros(0, target.config.embed_dim)), torch.zeros(0)
+        states_PE = states_before(self._cache, [Span(after, 1, sequence.block_ids, 0)], len(after))
+        lse = [
+            target.head.logits(rows, target.config.vocab_size, exact=target.exact).logsumexp(-1)
+            for rows in states_PE.split(LOGIT_ROWS)
+        ]
+        return _as_fp16(states_PE), torch.cat(lse).cpu()
 
     def _forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
         """The target's pass; keeps the rows that its head read."""

@@ -45,7 +45,9 @@ class Outcome:
 
 def train(job: Job, texts: list[Taught]) -> Outcome:
     """Train a student on texts and write the draft."""
-    return _Training(job, texts).run()
+    with job.clock.phase("start"):
+        training = _Training(job, texts)
+    return training.run()
 
 
 class _Training:

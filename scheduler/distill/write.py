@@ -79,6 +79,6 @@ def _writer(job: Job, **options: Any) -> Writer:
         max_prompt_tokens=job.max_prompt_tokens,
         max_tokens=job.max_tokens,
         max_rows=sizes.rows,
-        with_prompts=job.options.kind == "head",
+        with_prompts=True,
         **options,
     )

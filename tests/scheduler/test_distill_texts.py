@@ -43,7 +43,8 @@ def test_states_are_those_of_a_reading(target, prompts, with_prompts):
         elif len(prompt_ids) == 1:
             assert text.before_PE.shape == (0, target.config.embed_dim)
         else:
-            expected_PE, _ = _judge(reader, prompt_ids[:1], prompt_ids[1:])
+            expected_PE, lse_P = _judge(reader, prompt_ids[:1], prompt_ids[1:])
             assert torch.equal(text.before_PE, expected_PE.half())
+            assert torch.equal(text.before_lse_P, lse_P)
     assert sum(text is not None for text in texts.values()) > 3
     writer._llm.engine.check_integrity()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from pagedraft.decoding.distill.taught import Taught
@@ -35,3 +37,9 @@ def random_texts(
             )
         )
     return texts
+
+
+def with_random_prompt(text: Taught) -> Taught:
+    """The text with states of its prompt's tokens, and a log-sum-exp that suits them."""
+    states_PE = torch.randn(text.num_prompt - 1, text.states_NE.shape[1]).half()
+    return replace(text, before_PE=states_PE, before_lse_P=torch.full((len(states_PE),), 50.0))

@@ -21,7 +21,7 @@ from pagedraft.decoding.distill.taught import Taught
 from pagedraft.model.draft_folder import load_draft
 from pagedraft.model.kv_cache import KVCache
 from pagedraft.model.transformer import Transformer
-from pagedraft.tests.decoding.distill.lessons import random_texts
+from pagedraft.tests.decoding.distill.lessons import random_texts, with_random_prompt
 from pagedraft.tests.model.steps import Span, step
 from pagedraft.tests.model.tiny import save_tiny
 
@@ -181,7 +181,14 @@ class TestFit:
                 read = torch.cat([states[-1], embed_VE[token_id]])
                 states.append((fusion @ read) * weight_E)
             states_TE = torch.stack(states).half()
-            fitting.append(replace(text, before_PE=states_TE[:4], states_NE=states_TE[4:]))
+            fitting.append(
+                replace(
+                    text,
+                    before_PE=states_TE[:4],
+                    before_lse_P=torch.zeros(4),
+                    states_NE=states_TE[4:],
+                )
+            )
         return fitting
 
     def test_the_fit_finds_the_linear_map_that_there_is(self):
@@ -205,10 +212,7 @@ class TestFit:
         save_tiny(tmp_path, name)
         plain, _ = start_student(tmp_path, [0], CPU)
         width = plain.config.embed_dim
-        texts = [
-            replace(text, before_PE=torch.randn(text.num_prompt - 1, width).half())
-            for text in random_texts(12, embed_dim=width)
-        ]
+        texts = [with_random_prompt(text) for text in random_texts(12, embed_dim=width)]
         student, _ = start_student(tmp_path, [0], CPU, kind="head", texts=texts)
         weight_E = student.weights["final_norm"].detach()
         fusion = fit_fusion(texts, plain.embed_VE, weight_E)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pagedraft.decoding.distill.batches import make_batch, plan_batches, shift
 from pagedraft.decoding.distill.precision import DTYPES, resolve_dtype
 from pagedraft.decoding.distill.start import start_student
 from pagedraft.decoding.distill.taught import Taught, load_taught, num_output_tokens, save_taught
@@ -16,12 +17,9 @@ from pagedraft.decoding.distill.train import (
     Diverged,
     Trainer,
     TrainOptions,
-    make_batch,
-    plan_batches,
     read_first,
-    shift,
 )
-from pagedraft.tests.decoding.distill.lessons import random_texts
+from pagedraft.tests.decoding.distill.lessons import random_texts, with_random_prompt
 from pagedraft.tests.model.tiny import save_tiny
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
@@ -226,6 +224,28 @@ def test_bad_options_are_refused(changes, message):
         TrainOptions(**changes)
 
 
+def test_prompts_count_where_the_teacher_has_read_them():
+    texts = [with_random_prompt(text) for text in random_texts(3)]
+    batch = make_batch(texts, CPU, with_prompts=True)
+    length = batch.tokens_BL.shape[1]
+    places = [
+        row * length + i for row, text in enumerate(texts) for i in range(len(text.token_ids) - 1)
+    ]
+    assert batch.places_N.tolist() == places
+    states_NE = torch.cat([t for text in texts for t in (text.before_PE, text.states_NE)])
+    assert torch.equal(batch.states_NE, states_NE.float())
+    lse_N = torch.cat([t for text in texts for t in (text.before_lse_P, text.lse_N)])
+    assert torch.equal(batch.lse_N, lse_N)
+    assert batch.before_BLE is None
+    without = make_batch([*texts, random_texts(4)[3]], CPU, with_prompts=True)
+    assert len(without.places_N) == sum(text.num_output for text in random_texts(4))
+
+
+def test_a_text_without_states_of_its_prompt_is_no_lesson_for_a_head():
+    with pytest.raises(ValueError, match="expected states of prompts"):
+        make_batch(random_texts(2), CPU, with_states=True)
+
+
 class TestFeatureHead:
     def trainer(self, folder, texts, unroll: int, **options: object) -> Trainer:
         student, head_VE = start_student(folder, [0], CPU, kind="head")
@@ -233,12 +253,7 @@ class TestFeatureHead:
         return Trainer(student, head_VE, texts, chosen, 40)
 
     def texts(self, folder) -> list[Taught]:
-        return [
-            replace(
-                text, before_PE=torch.randn(text.num_prompt - 1, text.states_NE.shape[1]).half()
-            )
-            for text in texts_of(folder)
-        ]
+        return [with_random_prompt(text) for text in texts_of(folder)]
 
     @pytest.mark.parametrize("unroll", [1, 3])
     def test_it_learns(self, folder, unroll):
@@ -252,7 +267,7 @@ class TestFeatureHead:
     def test_a_later_draft_reads_its_own_state_in_place_of_the_teachers(self, folder):
         texts = self.texts(folder)[:1]
         trainer = self.trainer(folder, texts, 2)
-        batch = make_batch(texts, CPU)
+        batch = make_batch(texts, CPU, with_states=True)
         with torch.no_grad():
             own = shift(trainer.student(batch.tokens_BL, batch.before_BLE))
             second = trainer._loss(batch._replace(before_BLE=own))
@@ -265,7 +280,7 @@ class TestFeatureHead:
 
     def test_its_states_are_drawn_to_the_targets(self, folder):
         texts = self.texts(folder)
-        batch = make_batch(texts, CPU)
+        batch = make_batch(texts, CPU, with_states=True)
         apart = []
         for weight in (0.0, 10.0):
             trainer = self.trainer(folder, texts, 1, state_weight=weight)
@@ -278,7 +293,7 @@ class TestFeatureHead:
 
     def test_what_that_counts_is_smooth_l1_before_the_norms_weight(self, folder):
         texts = self.texts(folder)
-        batch = make_batch(texts, CPU)
+        batch = make_batch(texts, CPU, with_states=True)
         without, with_it = (
             self.trainer(folder, texts, 1, state_weight=weight) for weight in (0.0, 3.0)
         )
@@ -293,7 +308,7 @@ class TestFeatureHead:
 
     def test_the_states_before_are_at_the_tokens_after(self, folder):
         texts = self.texts(folder)[:3]
-        batch = make_batch(texts, CPU)
+        batch = make_batch(texts, CPU, with_states=True)
         for row, text in enumerate(texts):
             states_TE = torch.cat([text.before_PE, text.states_NE]).float()
             assert not batch.before_BLE[row, 0].any()
@@ -304,10 +319,13 @@ class TestFeatureHead:
         save_taught(file, texts)
         for a, b in zip(texts, load_taught(file), strict=True):
             assert torch.equal(a.before_PE, b.before_PE)
+            assert torch.equal(a.before_lse_P, b.before_lse_P)
         with pytest.raises(ValueError, match="for all texts or for none"):
-            save_taught(file, [*texts, replace(texts[0], before_PE=None)])
-        with pytest.raises(ValueError, match="expected states of 2 tokens of the prompt"):
+            save_taught(file, [*texts, replace(texts[0], before_PE=None, before_lse_P=None)])
+        with pytest.raises(ValueError, match="expected states and log-sum-exp of 2 tokens"):
             replace(texts[0], before_PE=texts[0].before_PE[1:])
+        with pytest.raises(ValueError, match="or neither, got"):
+            replace(texts[0], before_lse_P=None)
 
 
 class TestDtype:
