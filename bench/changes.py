@@ -16,7 +16,8 @@ from pagedraft.bench.table import print_table
 TIMED = ("measured", "predicted", "synthetic")
 GONE, WORSE, BETTER, NEW, MOVED, SAME = MARKS = ("gone", "worse", "better", "new", "moved", "same")
 FAILURES = (GONE, WORSE)
-CEILING = "/ceiling"  # ends the name of a share of what this run found the device to reach at best
+# Ends of names of shares of what this run found the device to reach at best.
+CEILING = ("/ceiling", "/of floor")
 HEADERS = ("figure", "before", "after", "change", "")
 
 

@@ -12,8 +12,8 @@ Figures (figures.py) are matched by name. A change counts
 - of a counted or modelled figure: always, but for the rounding of sums.
 
 Shares are of the smaller value; from 0 every change exceeds the margin. What an op reaches of the
-ceiling (".../ceiling") is shown where it moved, not judged: every run measures its own ceiling,
-whose noise no interval of times holds. The time beside it is judged.
+ceiling (".../ceiling", ".../of floor") is shown where it moved, not judged: every run measures its
+own ceiling, whose noise no interval of times holds. The time beside it is judged.
 
 A figure that only the first run has is gone, which fails like one that is worse: a bench leaves out
 what it finds wrong. Neighbours on the machine can slow a whole run beyond its own intervals: before
