@@ -10,8 +10,8 @@ from typing import Any
 from pagedraft.bench.engine_cell import AUTO, PLAIN, Cell
 from pagedraft.bench.engine_ttft import MOST_MS, FirstTokens
 from pagedraft.bench.plot import new_chart, save_chart
-from pagedraft.bench.synthetic import SYNTHETIC
 
+SET = "SYNTHETIC: the acceptance was set"
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
 
 
@@ -23,7 +23,7 @@ def save_charts(
     for drafter in dict.fromkeys(cell.drafter for cell in cells):
         rows = [cell for cell in cells if cell.drafter == drafter]
         charts[f"speedup-{_slug(drafter)}"] = speedup_chart(rows)
-    if any(cell.acceptance for cell in cells):
+    if any(cell.acceptance for cell in cells if cell.k != AUTO):
         charts["acceptance"] = acceptance_chart(cells)
     for batch in dict.fromkeys(cell.batch for cell in cells):
         rows = [cell for cell in cells if cell.batch == batch]
@@ -41,21 +41,28 @@ def save_charts(
 def speedup_chart(cells: Sequence[Cell]) -> tuple[Any, str]:
     """Speed-up against drafts a row, a colour a batch: measured, and as predicted."""
     is_synthetic = cells[0].alpha is not None
-    figure, axes = new_chart(f"Speed-up, {cells[0].drafter}", "drafts a row (k)", "over k=0")
+    figure, axes = new_chart(
+        f"Speed-up, drafter: {cells[0].drafter}", "drafts a row (k)", "over k=0"
+    )
     lengths = list(dict.fromkeys(cell.k for cell in cells))
     places = {k: place for place, k in enumerate(lengths)}
     for color, batch in zip(_colors(), dict.fromkeys(cell.batch for cell in cells), strict=False):
         rows = [cell for cell in cells if cell.batch == batch]
-        measured = [(places[cell.k], median(cell.speedups)) for cell in rows if cell.speedups]
-        predicted = [(places[c.k], c.predicted) for c in rows if c.predicted is not None]
-        axes.plot(*_xy(measured), "o-", color=color, label=f"batch {batch}")
-        axes.plot(*_xy(predicted), "x--", color=color, alpha=0.6)
+        measured = {cell.k: median(cell.speedups) for cell in rows if cell.speedups}
+        predicted = {cell.k: cell.predicted for cell in rows if cell.predicted is not None}
+        for points, mark, line, alpha in ((measured, "o", "-", 1.0), (predicted, "x", "--", 0.6)):
+            look = {"color": color, "alpha": alpha, "marker": mark}
+            fixed = {places[k]: value for k, value in points.items() if k != AUTO}
+            chosen = {places[k]: value for k, value in points.items() if k == AUTO}
+            axes.plot(list(fixed), list(fixed.values()), linestyle=line, **look)
+            axes.plot(list(chosen), list(chosen.values()), linestyle="", **look)
+        axes.plot([], [], "o-", color=color, label=f"batch {batch}")
     axes.axhline(1.0, color="0.4", linewidth=0.8)
     axes.set_xticks(list(places.values()), [str(k) for k in lengths])
     axes.plot([], [], "x--", color="0.4", label="predicted")
     axes.legend(fontsize=8)
     how = "solid: measured, steps in which all rows decode; dashed: predicted from step times"
-    return figure, f"{how}; {SYNTHETIC}" if is_synthetic else how
+    return figure, f"{how}; {SET}" if is_synthetic else how
 
 
 def acceptance_chart(cells: Sequence[Cell]) -> tuple[Any, str]:
@@ -67,11 +74,12 @@ def acceptance_chart(cells: Sequence[Cell]) -> tuple[Any, str]:
             kept = cell.acceptance
             label = f"{drafter}, batch {cell.batch}"
             axes.plot(range(1, len(kept) + 1), kept, style, color=color, label=label)
-    axes.set_ylim(0.0, 1.02)
+    most = max(len(cell.acceptance) for cell in cells if cell.k != AUTO)
+    axes.set(ylim=(0.0, 1.02), xticks=range(1, most + 1))
     axes.legend(fontsize=8)
     how = "measured: of drafts at a position, those kept, and so all before them"
     has_synthetic = any(cell.alpha is not None for cell in cells)
-    return figure, f"{how}; {SYNTHETIC}" if has_synthetic else how
+    return figure, f"{how}; {SET}" if has_synthetic else how
 
 
 def longest(cells: Sequence[Cell], drafter: str) -> list[Cell]:
@@ -87,6 +95,8 @@ def longest(cells: Sequence[Cell], drafter: str) -> list[Cell]:
 
 def itl_chart(cells: Sequence[Cell]) -> tuple[Any, str]:
     """Distribution of inter-token latency: per token, and the gap between steps."""
+    from matplotlib.ticker import LogLocator
+
     batch = cells[0].batch
     figure, axes = new_chart(f"Between tokens, batch {batch}", "ms", "share of tokens or gaps")
     control = next(cell for cell in cells if cell.k == PLAIN)
@@ -95,9 +105,13 @@ def itl_chart(cells: Sequence[Cell]) -> tuple[Any, str]:
     shown += [cell for cell in real if cell.k == AUTO][:1]
     for color, cell in zip(_colors(), shown, strict=False):
         label = "k=0" if cell.k == PLAIN else f"{cell.drafter}, k={cell.k}"
-        axes.step(*_cumulative(cell.itl), color=color, label=f"{label}: per token")
-        axes.step(*_cumulative(cell.gaps), color=color, linestyle=":", label=f"{label}: step gap")
+        axes.step(*_shares(cell.itl), where="post", color=color, label=f"{label}: per token")
+        gaps = {"color": color, "linestyle": ":", "label": f"{label}: step gap"}
+        axes.step(*_shares(cell.gaps), where="post", **gaps)
     axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.legend(fontsize=8)
     return figure, "measured; per token: the gap over the tokens that a step brought"
 
@@ -108,20 +122,16 @@ def ttft_chart(result: FirstTokens) -> tuple[Any, str]:
     figure, axes = new_chart(title, "ms", "share of requests")
     for color, name in zip(_colors(), [result.ours, *result.theirs], strict=False):
         label = "pagedraft" if name == result.ours else name
-        axes.step(*_cumulative(result.seconds[name]), color=color, label=label)
+        axes.step(*_shares(result.seconds[name]), where="post", color=color, label=label)
     axes.axvline(MOST_MS, color="0.4", linewidth=0.8, linestyle="--", label=f"{MOST_MS:.0f} ms")
     axes.legend(fontsize=8)
     return figure, "measured; one request on an idle engine"
 
 
-def _cumulative(seconds: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Milliseconds in order, and the share that is no larger."""
+def _shares(seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Milliseconds in order, and the share of values that are no larger, from 0 on."""
     ordered = sorted(1e3 * value for value in seconds)
-    return ordered, [(index + 1) / len(ordered) for index in range(len(ordered))]
-
-
-def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+    return ordered[:1] + ordered, [index / len(ordered) for index in range(len(ordered) + 1)]
 
 
 def _colors() -> list[str]:

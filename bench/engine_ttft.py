@@ -18,7 +18,7 @@ from pagedraft.scheduler.metrics import percentile
 
 SHORT, LONG = 64, 475  # tokens of the prompts
 MOST_MS, MOST_RATIO = 100.0, 1.0  # aims: p99 of SHORT, and LONG over transformers
-PERCENTS = (50, 95, 99)
+LEAST_SAMPLES = {50: 1, 95: 20, 99: 100}  # that a percentile is told of
 LEAST_REPEATS = 3
 
 
@@ -43,9 +43,14 @@ class FirstTokens:
         pairs = zip(self.seconds[self.ours], self.seconds[other], strict=False)
         return [a / b for a, b in pairs]
 
-    def percentiles_ms(self, name: str) -> list[float]:
-        """p50, p95 and p99 in milliseconds."""
-        return [1e3 * percentile(self.seconds[name], percent) for percent in PERCENTS]
+    def percentiles_ms(self, name: str) -> dict[int, float]:
+        """Milliseconds by percent, of those that there are LEAST_SAMPLES for."""
+        values = self.seconds[name]
+        return {
+            percent: 1e3 * percentile(values, percent)
+            for percent, least in LEAST_SAMPLES.items()
+            if len(values) >= least
+        }
 
 
 def measure(
@@ -86,7 +91,7 @@ def figures(results: Sequence[FirstTokens]) -> list[Figure]:
     found = []
     for result in results:
         where = f"engine/ttft {result.length}"
-        for percent, value in zip(PERCENTS, result.percentiles_ms(result.ours), strict=True):
+        for percent, value in result.percentiles_ms(result.ours).items():
             target = MOST_MS if (result.length, percent) == (SHORT, 99) else None
             name = f"{where}/p{percent}"
             found.append(Figure(name, value, "ms", "lower", "measured", target=target))
@@ -99,14 +104,18 @@ def figures(results: Sequence[FirstTokens]) -> list[Figure]:
 
 def unjudged(results: Sequence[FirstTokens], reasons: dict[str, str]) -> list[str]:
     """Aims that nothing was measured for, and why."""
-    lengths = {result.length for result in results}
+    by_length = {result.length: result for result in results}
     missing = [
         f"TTFT of {length} tokens: the model has no room for such a prompt"
         for length in (SHORT, LONG)
-        if length not in lengths
+        if length not in by_length
     ]
-    beside = [result for result in results if result.length == LONG]
-    if beside and not any(other.startswith("transformers ") for other in beside[0].theirs):
+    if SHORT in by_length and 99 not in by_length[SHORT].percentiles_ms(by_length[SHORT].ours):
+        count = len(by_length[SHORT].seconds[by_length[SHORT].ours])
+        aim = f"TTFT of {SHORT} tokens, p99 <= {MOST_MS:g} ms"
+        missing.append(f"{aim}: {count} samples, {LEAST_SAMPLES[99]} are needed")
+    beside = by_length[LONG].theirs if LONG in by_length else ["transformers "]
+    if not any(other.startswith("transformers ") for other in beside):
         why = reasons.get("transformers", "transformers has not run it")
         missing.append(f"TTFT of {LONG} tokens over transformers <= {MOST_RATIO:g}: {why}")
     return missing
@@ -125,7 +134,8 @@ def show(results: Sequence[FirstTokens]) -> None:
             is_ours = name == result.ours
             cells = [str(result.length), "pagedraft" if is_ours else name]
             cells.append(str(len(result.seconds[name])))
-            cells += [f"{value:.1f}" for value in result.percentiles_ms(name)]
+            found = result.percentiles_ms(name)
+            cells += [f"{found[p]:.1f}" if p in found else "-" for p in LEAST_SAMPLES]
             ratio = "-" if is_ours else f"{median(result.ratios(name)):.2f}x"
             rows.append([*cells, ratio])
     headers = ["prompt", "engine", "runs", "p50 ms", "p95", "p99", "pagedraft over it"]

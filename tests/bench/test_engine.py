@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 def few_first_tokens(patch):
     """Fewer repeats than the bench wants."""
-    patch.setitem(engine_options.DEFAULTS, "ttft_short", ((6, 3), (6, 3)))
+    patch.setitem(engine_options.DEFAULTS, "ttft_short", ((100, 3), (100, 3)))
     patch.setitem(engine_options.DEFAULTS, "ttft_long", ((4, 3), (4, 3)))
 
 
@@ -95,6 +95,7 @@ def test_figures(whole):
     assert figures["engine/code edits, plain/over llama.cpp plain"].target is None
     assert "engine/code edits, plain/over llama.cpp lookup" not in figures
     assert figures["engine/ttft 64/p99"].target == 100.0
+    assert "engine/ttft 244/p95" not in figures  # of 4 samples
     assert figures["engine/batch=2, suffix, k=3/speedup"].how == "measured"
     assert figures["engine/batch=2, suffix, k=3/predicted_speedup"].how == "predicted"
     assert figures["engine/batch=2, SYNTHETIC 0.80, k=3/speedup"].how == "synthetic"
@@ -120,7 +121,7 @@ def test_document(whole):
     drafters, lengths = ("suffix", "SYNTHETIC 0.80"), (0, 1, 3, "auto")
     assert cells == {(b, name, k) for b in (1, 2) for name in drafters for k in lengths}
     assert [row["weights"] for row in document["weights"]] == ["int8", "int4"]
-    assert len(document["ttft"][0]["seconds"]["plain"]) == 6
+    assert len(document["ttft"][0]["seconds"]["plain"]) == 100
     assert len(document["ttft"][0]["seconds"]["transformers plain"]) == 3
 
 
@@ -201,7 +202,9 @@ def test_what_does_not_fit_the_time_is_named(folder, tmp_path, peers):
     assert status == 0
     lines = document["left_out"]
     assert "single stream: 1 of 2 rounds: out of time" in lines
-    assert "TTFT of 64 tokens: 3 of 6: out of time" in lines
+    assert "TTFT of 64 tokens: 97 of 100: out of time" in lines
+    line = "TTFT of 64 tokens, p99 <= 100 ms: 3 samples, 100 are needed"
+    assert line in document["not_judged"]
     assert "batch 1: out of time" in lines
     assert "int8 weights: out of time" in lines
     assert document["sweep"] == document["weights"] == []
