@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -49,6 +50,15 @@ def find_converter(request: PeerRequest, server: Path | None = None) -> Path:
         if converter.is_file():
             return converter
     raise PeerUnavailable(f"llama.cpp's {CONVERTER} is not in {_environment(request)}; {HOW}")
+
+
+def openmp_settings() -> dict[str, str]:
+    """The OpenMP settings that this process was started with."""
+    return {
+        key: value
+        for key, value in sorted(os.environ.items())
+        if key.startswith(("OMP_", "GOMP_", "KMP_", "MKL_NUM"))
+    }
 
 
 def _environment(request: PeerRequest) -> Path:

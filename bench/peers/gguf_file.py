@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from pagedraft.bench.report import ROOT
 
 FOLDER = ROOT / "build" / "gguf"
 OUT_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-TIME_LIMIT = 1800.0  # seconds
+HOW_RUN: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 1800.0}
 
 
 def gguf_file(
@@ -37,7 +39,7 @@ def gguf_file(
     command = [sys.executable, str(converter), str(folder), "--outtype", out_type]
     command += ["--outfile", str(partial)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
+        done = subprocess.run(command, env=_environment(converter), **HOW_RUN)
         if done.returncode != 0 or not partial.is_file():
             lines = done.stderr.strip().splitlines() or ["nothing"]
             raise PeerUnavailable(
@@ -50,6 +52,14 @@ def gguf_file(
     finally:
         partial.unlink(missing_ok=True)
     return file
+
+
+def _environment(converter: Path) -> dict[str, str]:
+    """The converter runs on our torch and transformers; what else it needs lies where it does."""
+    folders = [path for path in converter.parents if path.name == "site-packages"][:1]
+    before = os.environ.get("PYTHONPATH")
+    paths = [*map(str, folders), *([before] if before else [])]
+    return {**os.environ, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
 
 
 def _digest(folder: Path, converter: Path) -> str:

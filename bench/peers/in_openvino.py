@@ -1,6 +1,7 @@
-"""OpenVINO GenAI, in a child process of the environment that has it, on the same GGUF file.
+"""OpenVINO GenAI, in a child process of the environment that has it, on a GGUF file.
 
-It reads GGUF itself; its batching is continuous, so mode "plain" is that here.
+It reads GGUF itself, but not bf16: such weights are given to it as fp16. Its batching is
+continuous, so mode "plain" is that here.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from pagedraft.bench.peers.base import (
     PeerFailed,
@@ -18,9 +21,8 @@ from pagedraft.bench.peers.base import (
     check_tokens,
 )
 from pagedraft.bench.peers.child import Child
-from pagedraft.bench.peers.environment import find_converter, find_python
+from pagedraft.bench.peers.environment import find_converter, find_python, openmp_settings
 from pagedraft.bench.peers.gguf_file import OUT_TYPES, gguf_file
-from pagedraft.bench.peers.in_transformers import openmp_settings
 
 PROGRAM = Path(__file__).with_name("openvino_child.py")
 START_LIMIT = 300.0  # seconds until the model must be loaded and compiled
@@ -28,7 +30,7 @@ ANSWER_LIMIT = 600.0  # seconds until every prompt of a call must be answered; m
 
 
 class OpenVinoPeer:
-    """See Peer. ``model`` is a GGUF file, ``weights`` its type, kept for the cache, too.
+    """See Peer. ``model`` is a GGUF file; ``weights`` describes them; ``kv_type`` of the cache.
 
     start_limit, answer_limit: seconds for the process to come up, and for a run.
     """
@@ -42,11 +44,12 @@ class OpenVinoPeer:
         model: Path,
         threads: int,
         weights: str,
+        kv_type: str,
         *,
         start_limit: float = START_LIMIT,
         answer_limit: float = ANSWER_LIMIT,
     ) -> None:
-        self.command = [str(python), "-P", str(PROGRAM), str(model), str(threads), weights]
+        self.command = [str(python), "-P", str(PROGRAM), str(model), str(threads), kv_type]
         self.start_limit, self.answer_limit = start_limit, answer_limit
         self.child: Child | None = None
         self.facts: dict[str, Any] = self._start()
@@ -103,5 +106,9 @@ def open_peer(request: PeerRequest) -> OpenVinoPeer:
     if request.device.type != "cpu":
         raise PeerUnavailable("is compared on the CPU only")
     python = find_python(request)
-    model = gguf_file(request.folder, request.dtype, find_converter(request))
-    return OpenVinoPeer(python, model, request.threads, OUT_TYPES[request.dtype])
+    dtype = torch.float16 if request.dtype == torch.bfloat16 else request.dtype
+    model = gguf_file(request.folder, dtype, find_converter(request))
+    weights = OUT_TYPES[dtype]
+    if dtype != request.dtype:
+        weights += ", of bf16: the same numbers but for those below 6e-8"
+    return OpenVinoPeer(python, model, request.threads, weights, OUT_TYPES[request.dtype])

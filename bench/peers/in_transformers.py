@@ -7,7 +7,6 @@ are. Prompt lookup and assisted decoding take one sequence: several prompts run 
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from pagedraft.bench.peers.base import (
     check_run,
     check_tokens,
 )
+from pagedraft.bench.peers.environment import openmp_settings
 
 NUM_LOOKED_UP = 8  # tokens a lookup proposes; generate has no default
 PAGE_TOKENS = 256  # of continuous batching's cache, its own default
@@ -183,15 +183,6 @@ class TransformersPeer:
         return facts
 
 
-def openmp_settings() -> dict[str, str]:
-    """The OpenMP settings that this process was started with."""
-    return {
-        key: value
-        for key, value in sorted(os.environ.items())
-        if key.startswith(("OMP_", "GOMP_", "KMP_", "MKL_NUM"))
-    }
-
-
 def open_peer(request: PeerRequest) -> TransformersPeer:
     """Load the model; raise PeerUnavailable where transformers cannot."""
     try:
@@ -204,8 +195,15 @@ def open_peer(request: PeerRequest) -> TransformersPeer:
 
 def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
     model.generation_config.eos_token_id = None
     return model.to(device).eval()
 

@@ -77,16 +77,6 @@ class LlamaServer:
         with ThreadPoolExecutor(len(prompts)) as threads:
             return list(threads.map(lambda body: self._ask(ask, body, deadline), bodies))
 
-    def properties(self) -> dict[str, Any]:
-        """What the server says of itself; empty where it does not say."""
-        try:
-            connection = http.client.HTTPConnection(HOST, self.port, timeout=10)
-            connection.request("GET", "/props")
-            found = json.loads(connection.getresponse().read())
-        except (OSError, http.client.HTTPException, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
     def _wait_until_ready(self, limit: float) -> None:
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:

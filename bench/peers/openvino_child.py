@@ -77,10 +77,11 @@ def main():
     pipelines = Pipelines(model, properties)
     pipelines.get("plain")
     core = openvino.Core()
+    precision = core.get_property("CPU", "INFERENCE_PRECISION_HINT")
     facts = {
         "version": openvino_genai.__version__,
         "openvino": openvino.__version__,
-        "inference_precision": str(core.get_property("CPU", "INFERENCE_PRECISION_HINT")),
+        "inference_precision": precision.get_type_name(),
         "capabilities": list(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")),
         "properties": properties,
         "lookup": f"{NUM_LOOKED_UP} tokens, n-grams up to {LONGEST_NGRAM}",

@@ -1,8 +1,8 @@
 """A stand-in for llama.cpp's server: its options, its two routes, and the ways in which it breaks.
 
-``FAKE_LLAMA`` in the environment is the way (one of FAULTS, or nothing), ``FAKE_LLAMA_LOG`` a file
-that gets the arguments and every request, a JSON object a line. The new tokens of a prompt are
-``answer(prompt, n)``.
+``FAKE_LLAMA`` in the environment is the way: nothing, or dies, sleeps, refuses, hangs, garbage,
+short, breaks, error, text (tokens that a stream does not tell) or pair (waits for two requests).
+``FAKE_LLAMA_LOG`` is a file that gets the arguments and every request, a JSON object a line.
 """
 
 from __future__ import annotations
@@ -10,17 +10,27 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
-FAULTS = ("dies", "sleeps", "refuses", "hangs", "garbage", "short", "breaks", "error", "text")
-FIRST_SECONDS = 0.25  # from a request to its first token
+FIRST_SECONDS = 0.05  # from a request to its first token
 FAULT = os.environ.get("FAKE_LLAMA", "")
+BOTH = threading.Barrier(2)
 
 
 def answer(prompt: list[int], num_tokens: int) -> list[int]:
     """What the stand-in says to a prompt."""
     return [(sum(prompt) + 7 * index) % 97 for index in range(num_tokens)]
+
+
+def install(folder: Path) -> Path:
+    """Write this file as an executable llama-server to the folder."""
+    path = folder / "llama-server"
+    path.write_text(f"#!{sys.executable}\n" + Path(__file__).read_text())
+    path.chmod(0o755)
+    return path
 
 
 def note(document: dict) -> None:
@@ -32,7 +42,7 @@ def note(document: dict) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET /health and /props, POST /completion."""
+    """GET /health, POST /completion."""
 
     protocol_version = "HTTP/1.1"
 
@@ -42,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:  # noqa: N802
         """Ready, unless it sleeps."""
         status = 503 if FAULT == "sleeps" else 200
-        self._whole(status, {"status": "ok", "build_info": "b1-fake"})
+        self._whole(status, {"status": "ok"})
 
     def do_POST(self) -> None:  # noqa: N802
         """Answer, or break as asked."""
@@ -53,6 +63,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         if FAULT == "hangs":
             time.sleep(60)
+        if FAULT == "pair":
+            BOTH.wait(60)  # no answer to one before the other is asked
         tokens = answer(body["prompt"], body["n_predict"])
         last = {"stop": True, "tokens": [], "tokens_predicted": len(tokens)}
         if body["stream"]:
@@ -102,12 +114,14 @@ def main(arguments: list[str]) -> int:
     """Serve on the port that the arguments name."""
     if arguments == ["--help"]:
         print("--spec-type none,draft-simple,ngram-simple   types of speculative decoding")
+        print("--spec-ngram-simple-size-n N\n--spec-ngram-simple-size-m N")
         return 0
     if arguments == ["--version"]:
         print("version: 1 (fake)", file=sys.stderr)
         return 0
     note({"arguments": arguments, "pid": os.getpid()})
-    print("system_info: n_threads = 1 | FAKE = 1", file=sys.stderr, flush=True)
+    if "--log-verbosity" in arguments:
+        print("0.1 system_info: n_threads = 1 | FAKE = 1", file=sys.stderr, flush=True)
     if FAULT == "dies":
         print("error: model is not a model", file=sys.stderr)
         return 3

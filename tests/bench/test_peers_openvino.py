@@ -26,7 +26,7 @@ def start(monkeypatch):
     def make(fault: str = "", **options) -> OpenVinoPeer:
         monkeypatch.setenv("PYTHONPATH", str(FAKE))
         monkeypatch.setenv("FAKE_OPENVINO", fault)
-        peer = OpenVinoPeer(Path(sys.executable), Path("model.gguf"), 3, "bf16", **options)
+        peer = OpenVinoPeer(Path(sys.executable), Path("model.gguf"), 3, "f16", "bf16", **options)
         opened.append(peer)
         return peer
 
@@ -74,7 +74,7 @@ def test_facts_say_what_ran(start):
     assert facts["openvino"] == "0.0-runtime"
     assert facts["inference_precision"] == "bf16"
     assert facts["properties"] == {"INFERENCE_NUM_THREADS": 3, "KV_CACHE_PRECISION": "bf16"}
-    assert facts["weights"] == "bf16"
+    assert facts["weights"] == "f16"
     assert facts["threads"] == 3
 
 
@@ -88,7 +88,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failed_run_ends_the_child_and_the_next_has_a_new_one(start, monkeypatch, fault):
-    peer = start(fault, answer_limit=1.0)
+    peer = start(fault, answer_limit=3.0 if fault == "hangs" else 60.0)
     pid = peer.child.process.pid
     with pytest.raises(PeerFailed, match=FAULTS[fault]):
         peer.run(PROMPTS, 5)

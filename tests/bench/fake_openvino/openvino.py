@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 __version__ = "0.0-runtime"
 
 
@@ -16,4 +18,5 @@ class Core:
     """Answers what the child asks of a device."""
 
     def get_property(self, device: str, name: str):
-        return {"INFERENCE_PRECISION_HINT": "bf16", "OPTIMIZATION_CAPABILITIES": ["BF16"]}[name]
+        precision = SimpleNamespace(get_type_name=lambda: "bf16")
+        return {"INFERENCE_PRECISION_HINT": precision, "OPTIMIZATION_CAPABILITIES": ["BF16"]}[name]
