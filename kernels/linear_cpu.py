@@ -201,4 +201,5 @@ def _test_operands(
     extremes = torch.tensor([2.0**-24, -(2.0**-14), 65504.0])[:num_in]
     weight_OI[:1, : len(extremes)] = extremes
     x_TI = torch.rand(rows.MAX_TEST_ROWS, num_in, generator=generator).sub_(0.5)
+    rows.cancel_halves(weight_OI, x_TI)
     return weight_OI, torch.rand(num_out, generator=generator) if has_bias else None, x_TI

@@ -5,7 +5,7 @@ Measured on 2 AVX2 cores with weights of 576x576 to 3072x576:
 * ``onednn_bf16``: bf16 weights and products of bf16: x and y are rounded to it, as they are on a
   GPU. Only where the caller allows it and the processor multiplies bf16. One AVX512-BF16 core,
   time over that of ``fbgemm_fp16``, a layer's weights: 1.2 for 1 row, 0.8 for 4 and 5, 0.7 for
-  8, 0.6 for 16, 0.5 from 32 on; bits equal for every count.
+  8, 0.6 for 16, 0.5 from 32 on; bits equal for even counts, for few inputs for every count.
 * ``fbgemm_fp16``: fp16 weights at 12 to 17 GB/s for 1 to 6 rows, 150 GFLOP/s at 64; bits equal for
   every multiple of 3 rows (with AVX512 for every count).
 * ``onednn_fp32``: fp32 weights, half the speed at few rows, a tie at 500; all or even counts.

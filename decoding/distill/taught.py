@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-FORMAT = "pagedraft taught texts 1"
+FORMAT = "pagedraft taught texts 2"
 
 
 @dataclass(frozen=True, eq=False)

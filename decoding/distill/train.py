@@ -30,6 +30,7 @@ CHECKPOINT_FORMAT = "pagedraft distill checkpoint 1"
 DECAY = 0.8
 MAX_RATE = 1e3
 FINAL_RATE = 0.05  # of the learning rate, at the last step
+LAST_SHARE = 0.3  # of the steps, for the last loss
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class TrainOptions:
         weight.
     dtype: of products, a name of DTYPES or "auto", see precision.py.
     prompts: learn at the tokens of prompts, too, where the target has read them.
+    last_loss: in place of ``loss`` in the last LAST_SHARE of the steps; None: ``loss`` to the end.
     """
 
     loss: str = "forward_kl"
@@ -59,10 +61,12 @@ class TrainOptions:
     state_weight: float = 0.0
     dtype: str = "fp32"
     prompts: bool = True
+    last_loss: str | None = None
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss: expected one of {list(LOSSES)}, got {self.loss!r}")
+        for name, loss in (("loss", self.loss), ("last_loss", self.last_loss or self.loss)):
+            if loss not in LOSSES:
+                raise ValueError(f"{name}: expected one of {list(LOSSES)}, got {loss!r}")
         if not 0 < self.learning_rate <= MAX_RATE:
             raise ValueError(
                 f"learning_rate: expected above 0 and at most {MAX_RATE:g}, got "
@@ -79,6 +83,12 @@ class TrainOptions:
     def resolve(self, device: torch.device) -> TrainOptions:
         """The same with a dtype of DTYPES."""
         return replace(self, dtype=resolve_dtype(self.dtype, device))
+
+    def loss_at(self, step: int, num_steps: int) -> str:
+        """The loss of step ``step``, from 0 on."""
+        if self.last_loss is None or step < (1 - LAST_SHARE) * num_steps:
+            return self.loss
+        return self.last_loss
 
     def rate(self, step: int, num_steps: int) -> float:
         """The learning rate of step ``step``, from 0 on."""
@@ -157,7 +167,7 @@ class Trainer:
         batch = self._batch(texts, with_prompts=self.options.prompts)
         for group in self._optimizer.param_groups:
             group["lr"] = self.options.rate(self.step, self.num_steps)
-        result = self._loss(batch)
+        result = self._loss(batch, self.options.loss_at(self.step, self.num_steps))
         self._optimizer.zero_grad()
         result.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.options.clip)
@@ -177,7 +187,7 @@ class Trainer:
         """The means over other texts, without learning from them."""
         total, sums = 0, [0.0, 0.0, 0.0]
         for indices in plan_batches(texts, self.options.batch_tokens, self.options.seed, 0):
-            result = self._loss(self._batch([texts[i] for i in indices]))
+            result = self._loss(self._batch([texts[i] for i in indices]), self.options.loss)
             count = len(result.alpha_N)
             total += count
             means = (result.loss, result.alpha_N.mean(), result.agree_N.float().mean())
@@ -260,7 +270,7 @@ class Trainer:
         device = self._head_UE.device
         return make_batch(texts, device, with_states=has_states, with_prompts=with_prompts)
 
-    def _loss(self, batch: Batch) -> LossResult:
+    def _loss(self, batch: Batch, loss: str) -> LossResult:
         """Of the first draft, with ``unroll`` of later ones, too; all but the loss is its own."""
         first, before_BLE, share = None, batch.before_BLE, 1.0
         total = torch.zeros((), device=self._head_UE.device)
@@ -277,7 +287,7 @@ class Trainer:
                 written_NE,
                 batch.states_NE,
                 self._head_UE,
-                loss=self.options.loss,
+                loss=loss,
                 teacher_lse_N=batch.lse_N,
             )
             total = total + share * (result.loss + self._apart(written_NE, batch))

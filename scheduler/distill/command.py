@@ -77,6 +77,9 @@ def add_distill_command(commands: Any) -> None:
         "--loss", default="forward_kl", help=f"one of {', '.join(LOSSES)} (forward_kl)"
     )
     parser.add_argument(
+        "--last-loss", default="tv", help="of the last third of the steps, or none (tv)"
+    )
+    parser.add_argument(
         "--learning-rate", type=float, help="at its highest (1e-3; 5e-4 for a head)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts, texts and batches (0)")
@@ -123,6 +126,7 @@ def run_distill(args: argparse.Namespace) -> int:
         device=args.device,
         train=TrainOptions(
             loss=args.loss,
+            last_loss=None if args.last_loss == "none" else args.last_loss,
             learning_rate=_rate(args),
             seed=args.seed,
             dtype=args.dtype,

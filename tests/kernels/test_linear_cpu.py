@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -56,6 +57,21 @@ def test_cpu_row_bits_do_not_depend_on_the_row_count(
     x_TI = randn(180, linear_cpu.unpack(cpu_weight).shape[1], seed=3)
     wanted_TO = linear_cpu.run(x_TI, cpu_weight, None)
     out_TO = linear_cpu.run(x_TI[31 : 31 + num_rows], cpu_weight, None)
+    assert_same_bits(out_TO, wanted_TO[31 : 31 + num_rows])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 33])
+@pytest.mark.parametrize("num_in", [96, 1536, 2048])
+def test_bits_of_rows_that_cancel_do_not_depend_on_the_row_count(
+    num_rows: int, num_in: int, format_name: str
+) -> None:
+    """Sums in another order show there even in bf16."""
+    weight_OI = randn(40, num_in, dtype=weight_dtype(format_name), seed=1)
+    x_TI = randn(180, num_in, seed=3)
+    linear_cpu_rows.cancel_halves(weight_OI, x_TI)
+    weight = linear_cpu.pack(weight_OI, None, (format_name,))
+    wanted_TO = linear_cpu.run(x_TI, weight, None)
+    out_TO = linear_cpu.run(x_TI[31 : 31 + num_rows], weight, None)
     assert_same_bits(out_TO, wanted_TO[31 : 31 + num_rows])
 
 
@@ -235,6 +251,18 @@ def test_cpu_row_bits_do_not_depend_on_threads(num_rows: int, format_name: str) 
         weight = linear_cpu.pack(weight_OI, None, (format_name,))
         wanted_TO = linear_cpu.run(x_TI, weight, None)
         assert_same_bits(linear_cpu.run(x_TI[:num_rows], weight, None), wanted_TO[:num_rows])
+
+
+def one_row_backwards(x_TI: torch.Tensor, handle: Any) -> torch.Tensor:
+    """Sums input after input, for a single row from the last on, rounded to bf16."""
+    terms = (x_TI[:, None] * handle[0]).unbind(2)
+    return reduce(torch.add, terms[::-1] if len(x_TI) == 1 else terms).bfloat16().float()
+
+
+def test_self_test_sees_a_sum_in_another_order_behind_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = linear_cpu.FORMATS["plain_fp32"]._replace(run=one_row_backwards)
+    monkeypatch.setitem(linear_cpu.FORMATS, "backwards", form)
+    assert linear_cpu.find_row_multiple("backwards", 8, 64, False, 1) == (2, "")
 
 
 FAULTS = {

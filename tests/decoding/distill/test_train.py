@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("cpu_path")
 
 CPU = torch.device("cpu")
 OPTIONS = TrainOptions(batch_tokens=40, learning_rate=3e-3, warm_up=2)
+LOSS = OPTIONS.loss
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,18 @@ def trainer_of(folder, texts, num_steps: int = 8, options: TrainOptions = OPTION
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.student.tensors().items()}
+
+
+@pytest.mark.parametrize(("last_loss", "is_tv"), [("tv", [7, 8, 9]), (None, [])])
+def test_the_last_steps_have_a_loss_of_their_own(folder, last_loss, is_tv):
+    options = replace(OPTIONS, last_loss=last_loss)
+    trainer = trainer_of(folder, texts_of(folder), 10, options)
+    found = [trainer.advance() for _ in range(10)]
+    steps = [step for step, at in enumerate(found) if at.loss == pytest.approx(1 - at.alpha)]
+    assert steps == is_tv
+    assert trainer.examine(texts_of(folder)).loss != pytest.approx(
+        1 - trainer.examine(texts_of(folder)).alpha
+    )
 
 
 def test_it_learns(folder):
@@ -212,6 +225,7 @@ def test_a_batch_points_at_what_predicts_each_written_token():
     ("changes", "message"),
     [
         ({"loss": "kl"}, "loss: expected one of"),
+        ({"last_loss": "kl"}, "last_loss: expected one of"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"learning_rate": math.nan}, "learning_rate"),
         ({"learning_rate": 1e38}, "learning_rate"),
@@ -270,10 +284,10 @@ class TestFeatureHead:
         batch = make_batch(texts, CPU, with_states=True)
         with torch.no_grad():
             own = shift(trainer.student(batch.tokens_BL, batch.before_BLE))
-            second = trainer._loss(batch._replace(before_BLE=own))
-            both = trainer._loss(batch)
-            first = self.trainer(folder, texts, 1)._loss(batch)
-            alone = self.trainer(folder, texts, 1)._loss(batch._replace(before_BLE=own))
+            second = trainer._loss(batch._replace(before_BLE=own), LOSS)
+            both = trainer._loss(batch, LOSS)
+            first = self.trainer(folder, texts, 1)._loss(batch, LOSS)
+            alone = self.trainer(folder, texts, 1)._loss(batch._replace(before_BLE=own), LOSS)
         assert both.loss.item() == pytest.approx(first.loss.item() + 0.8 * alone.loss.item())
         assert torch.equal(both.alpha_N, first.alpha_N)
         assert second.loss.item() != pytest.approx(both.loss.item())
@@ -303,8 +317,8 @@ class TestFeatureHead:
             difference_NE = states_BLE.flatten(0, 1)[batch.places_N] - batch.states_NE
             size_NE = (difference_NE / weight_E).abs()
             apart = torch.where(size_NE < 1, size_NE**2 / 2, size_NE - 0.5).mean().item()
-            expected = without._loss(batch).loss.item() + 3 * apart
-            assert with_it._loss(batch).loss.item() == pytest.approx(expected, rel=1e-5)
+            expected = without._loss(batch, LOSS).loss.item() + 3 * apart
+            assert with_it._loss(batch, LOSS).loss.item() == pytest.approx(expected, rel=1e-5)
 
     def test_the_states_before_are_at_the_tokens_after(self, folder):
         texts = self.texts(folder)[:3]
