@@ -1,11 +1,11 @@
 """Time every op of this tree and of another git revision in turn, and say what differs.
 
-    python -m pagedraft.bench.kernels --base HEAD~1 [--op linear] [--rounds 9]
+    python -m pagedraft.bench.kernels --base HEAD~1 [--op linear] [--pairs 3] [--rounds 3]
 
-Both sides stay alive in processes of their own and take turns on each case (A B, B A, A B, ...),
-with the same inputs, new buffers each turn and one clock; a turn's time is the 20th percentile of
-its calls. A ratio is the median of the rounds' ratios, this / base; its noise is their 20th and
-80th percentile.
+Both sides stay alive in processes of their own and take turns on each case (A B, B A, A B, ...);
+then new processes do, as two of one code differ, too. They have the same inputs, new buffers each
+turn and one clock; a turn's time is the 20th percentile of its calls. A ratio is the median of the
+rounds' ratios, this / base; its noise is their 20th and 80th percentile.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from pagedraft.bench.base_revision import Base, Side, both_sides, describe_tree, worktree_of
+from pagedraft.bench.base_revision import Side, both_sides, describe_tree, worktree_of
 from pagedraft.bench.figures import Figure, as_json
 from pagedraft.bench.report import ROOT, header, print_header, results_folder, write_json
 from pagedraft.bench.table import print_table
 
 HEADERS = ("case", "this us", "base us", "this / base [p20 p80]", "")
 Row = dict[str, Any]
-# Two processes of the same code differ by a few per cent however long they run: where their code
-# and buffers lie stays the same. A ratio nearer to 1 is never called a difference.
-MIN_DIFFERENCE = 0.03
+# Two processes of one code differ however long they run, as where code and buffers lie stays the
+# same: on a busy machine by up to 6 %. So several pairs run, and less is never called a difference.
+MIN_DIFFERENCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -61,33 +61,40 @@ def paired_ratio(this: Sequence[float], base: Sequence[float]) -> Ratio:
     return Ratio(median(ratios), cuts[0], cuts[-1])
 
 
-def race(this: Side, base: Side, name: str, rounds: int, budget: float) -> Row:
-    """Time one case on both sides in turn; ``word`` says what came of it.
+def race(this: Side, base: Side, row: Row, turns: Sequence[bool], budget: float) -> None:
+    """Time ``row["case"]`` on both sides in turn and add to ``row["rounds"]``.
 
-    budget: seconds of calls on each side, over all rounds.
+    turns: for each round, whether this side goes first. budget: seconds of calls a side and round.
+    ``row["word"]`` is set where there is nothing to compare.
     """
-    row: Row = {"case": name}
     sides = {"this": this, "base": base}
-    only = [key for key, side in sides.items() if name in side.cases]
+    only = [key for key, side in sides.items() if row["case"] in side.cases]
     if len(only) == 1:
         other = base if only == ["this"] else this
         why = f": {'; '.join(other.missing.values())}" if other.missing else ""
-        return row | {"word": f"only in {only[0]}{why}"}
-    seconds: dict[str, list[float]] = {"this": [], "base": []}
+        row["word"] = f"only in {only[0]}{why}"
+        return
     digests = {}
-    for turn in range(rounds):
-        for key in ("this", "base") if turn % 2 == 0 else ("base", "this"):
-            answer = sides[key].ask({"case": name, "budget": budget / rounds})
+    for is_first in turns:
+        for key in ("this", "base") if is_first else ("base", "this"):
+            answer = sides[key].ask({"case": row["case"], "budget": budget})
             if answer["problem"] is not None:
-                return row | {"word": f"WRONG in {key}: {answer['problem']}"}
-            seconds[key].append(answer["seconds"])
+                row["word"] = f"WRONG in {key}: {answer['problem']}"
+                return
+            row.setdefault("rounds", {"this": [], "base": []})[key].append(answer["seconds"])
             digests[key] = answer["digest"]
             row[f"{key}_path"] = f"{answer['implementation']} {answer['method']}"
         if digests["this"] != digests["base"]:
-            return row | {"word": "not compared: the base's bench gives it other inputs"}
-    ratio = paired_ratio(seconds["this"], seconds["base"])
-    times = {key: median(values) for key, values in seconds.items()}
-    return row | times | {"rounds": seconds, "ratio": vars(ratio), "word": ratio.word}
+            row["word"] = "not compared: the base's bench gives it other inputs"
+            return
+
+
+def judge(row: Row) -> None:
+    """Add the ratio of all rounds and its word, unless the row has a word already."""
+    if "word" not in row:
+        ratio = paired_ratio(row["rounds"]["this"], row["rounds"]["base"])
+        row |= {key: median(values) for key, values in row["rounds"].items()}
+        row |= {"ratio": vars(ratio), "word": ratio.word}
 
 
 def _cells(row: Row) -> list[str]:
@@ -124,33 +131,47 @@ def compare(options: argparse.Namespace, root: Path = ROOT) -> int:
         **{"device": options.device, "model": options.model, "dtype": options.dtype},
         **{"ops": options.op.split(","), "steps": options.steps.split(",")},
     }
-    with worktree_of(options.base, root) as base, both_sides(base, root, setup) as sides:
-        facts = header(device) | {"model": options.model, "dtype": options.dtype}
-        facts |= {"this": describe_tree(root, base.commit), "base": _base_text(base, sides[2])}
-        print_header(facts)
-        rows = _race_all(*sides[:2], options.rounds, options.budget)
+    rows: dict[str, Row] = {}
+    facts = header(device) | {"model": options.model, "dtype": options.dtype}
+    with worktree_of(options.base, root) as base:
+        for pair in range(options.pairs):
+            with both_sides(base, root, setup) as (this, other, how):
+                if pair == 0:
+                    facts |= {"this": describe_tree(root, base.commit)}
+                    facts |= {"base": f"{base.rev}, {base.commit[:9]}; {how}"}
+                    print_header(facts)
+                turns = [(pair + turn) % 2 == 0 for turn in range(options.rounds)]
+                _race_all(this, other, rows, turns, options.budget / options.rounds)
+    for row in rows.values():
+        judge(row)
+    return _report(options, facts, list(rows.values()))
+
+
+def _race_all(
+    this: Side, base: Side, rows: dict[str, Row], turns: Sequence[bool], budget: float
+) -> None:
+    for name in [*this.cases, *(name for name in base.cases if name not in this.cases)]:
+        row = rows.setdefault(name, {"case": name})
+        if "word" not in row:
+            race(this, base, row, turns, budget)
+
+
+def _report(options: argparse.Namespace, facts: Row, rows: Sequence[Row]) -> int:
+    """Print and save; return the exit status."""
     title = f"{options.model} {options.dtype}, this tree against {options.base}"
     print_table(title, HEADERS, [_cells(row) for row in rows])
     print(
         f"slower, faster: farther from 1 than p20 and p80 are from each other, and than "
-        f"{100 * MIN_DIFFERENCE:.0f} %, over {options.rounds} rounds"
+        f"{100 * MIN_DIFFERENCE:.0f} %, over {options.rounds} rounds of {options.pairs} pairs of "
+        "processes"
     )
     figures = as_json(figures_of(f"kernels-base/{options.model}-{options.dtype}", rows))
+    device = torch.device(options.device)
     folder = options.out or ROOT / "build" / "bench" / results_folder(device).name
     path = Path(folder) / f"kernels-{options.model}-{options.dtype}-base.json"
     write_json(path, {"bench": "kernels-base", **facts, "rows": rows, "figures": figures})
-    num_wrong = sum(row["word"].startswith("WRONG in this") for row in rows)
     print(json.dumps({"bench": "kernels-base", **facts, **_counts(rows), "figures": figures}))
-    return 1 if num_wrong else 0
-
-
-def _base_text(base: Base, how: str) -> str:
-    return f"{base.rev}, {base.commit[:9]}; {how}"
-
-
-def _race_all(this: Side, base: Side, rounds: int, budget: float) -> list[Row]:
-    names = [*this.cases, *(name for name in base.cases if name not in this.cases)]
-    return [race(this, base, name, rounds, budget) for name in names]
+    return int(any(row["word"].startswith("WRONG in this") for row in rows))
 
 
 def _counts(rows: Sequence[Row]) -> Row:

@@ -215,9 +215,8 @@ def _print_doubts(rows: Sequence[Row], device: torch.device) -> None:
     above = [row["part"] for row in timed if row["share_of_ceiling"] > 1]
     eager = [row["part"] for row in timed if row["time"]["method"] == "events"]
     if above:
-        print(
-            f"above the measured ceiling, so partly cached or a ceiling too low: {', '.join(above)}"
-        )
+        why = "partly cached, or others had the memory while the ceiling was measured"
+        print(f"above the measured ceiling ({why}): {', '.join(above)}")
     if eager and device.type == "cuda":
         print(f"launched one by one, as no CUDA graph takes it: {', '.join(eager)}")
 
@@ -238,7 +237,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", default=None, help="folder for JSON and chart")
     group = parser.add_argument_group("base", "ratios to another git revision, instead of ceilings")
     group.add_argument("--base", default=None, metavar="REV", help="what to compare this tree with")
-    group.add_argument("--rounds", type=int, default=9, help="turns of both sides, at least 3")
+    group.add_argument("--pairs", type=int, default=3, help="pairs of processes")
+    group.add_argument("--rounds", type=int, default=3, help="turns of both sides in each pair")
     group = parser.add_argument_group("sweep", "one op over many shapes, instead of the step table")
     group.add_argument("--sweep", default=None, choices=("attention",))
     group.add_argument("--select", default="full", choices=tuple(SELECTIONS))
@@ -255,8 +255,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.base and options.sweep:
         parser.error("--base: compares the step table, not --sweep")
-    if options.rounds < 3:
-        parser.error(f"--rounds: expected at least 3, got {options.rounds}")
+    if min(options.pairs, options.rounds) < 1 or options.pairs * options.rounds < 3:
+        turns = f"{options.pairs} pairs of {options.rounds} rounds"
+        parser.error(f"--rounds: expected at least 3 in all pairs, got {turns}")
     if options.sweep:
         return sweep(options)
     options.model = options.model or ("8b" if options.device == "cuda" else "135m")

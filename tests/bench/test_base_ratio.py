@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagedraft.bench.base_ratio import MIN_DIFFERENCE, compare, paired_ratio, race
+from pagedraft.bench.base_ratio import MIN_DIFFERENCE, compare, judge, paired_ratio, race
 from pagedraft.bench.base_worker import digest
 from pagedraft.tests.bench.toy_revisions import copy_of_package, trees
 
@@ -26,7 +26,8 @@ def compared(tmp_path_factory) -> tuple[int, dict, str, Path]:
     _, slow = copy_of_package(root)
     options = argparse.Namespace(
         **{"device": "cpu", "model": "tiny", "dtype": "fp32", "steps": "decode1"},
-        **{"op": "rms_norm,gated_mlp", "base": slow, "rounds": 5, "budget": 0.3, "out": str(out)},
+        **{"op": "rms_norm,gated_mlp", "base": slow, "pairs": 1, "rounds": 3, "budget": 0.18},
+        out=str(out),
     )
     with redirect_stdout(io.StringIO()) as text:
         status = compare(options, root)
@@ -52,7 +53,7 @@ class TestCompare:
     def test_equal_op_is_within_noise(self, compared):
         row = row_of(compared[1], "rms_norm norm")
         assert row["word"] == "within noise"
-        assert len(row["rounds"]["this"]) == len(row["rounds"]["base"]) == 5
+        assert len(row["rounds"]["this"]) == len(row["rounds"]["base"]) == 3
 
     def test_case_of_one_side_is_said(self, compared):
         assert row_of(compared[1], "rms_norm add_norm")["word"] == "only in this"
@@ -90,12 +91,27 @@ class FakeSide:
 def fake_race(base_answer: dict, this=(1.0,) * 4, base=(1.0,) * 4) -> tuple[dict, list[str]]:
     log: list[str] = []
     sides = FakeSide({"a": this}, log, "this"), FakeSide({"a": base}, log, "base", **base_answer)
-    return race(*sides, "a", 4, 1.0), log
+    row = {"case": "a"}
+    race(*sides, row, [True, False, True, False], 1.0)
+    judge(row)
+    return row, log
 
 
 def test_sides_take_turns_in_either_order():
     row, log = fake_race({})
     assert log == ["this", "base", "base", "this", "this", "base", "base", "this"]
+    assert row["word"] == "within noise"
+
+
+def test_rounds_of_several_pairs_of_processes_are_judged_together():
+    def sides(seconds: float) -> tuple[FakeSide, FakeSide]:
+        return FakeSide({"a": [seconds] * 2}, [], "this"), FakeSide({"a": [1.0] * 2}, [], "base")
+
+    row = {"case": "a"}
+    race(*sides(1.0), row, [True, False], 1.0)
+    race(*sides(1.2), row, [True, False], 1.0)  # a pair of processes that differs
+    judge(row)
+    assert row["rounds"]["this"] == [1.0, 1.0, 1.2, 1.2]
     assert row["word"] == "within noise"
 
 
@@ -116,7 +132,7 @@ RATIOS = {
     "equal": ([1.0, 1.01, 0.99, 1.0], [1.0] * 4, "within noise"),
     "slower by more than rounds spread": ([1.2, 1.21, 1.19, 1.2], [1.0] * 4, "slower"),
     "faster": ([1.0] * 4, [1.2, 1.21, 1.19, 1.2], "faster"),
-    "less than processes differ": ([1.02] * 4, [1.0] * 4, "within noise"),
+    "less than processes differ": ([1.04] * 4, [1.0] * 4, "within noise"),
     "slower by less than rounds spread": ([1.0, 1.1, 1.2, 1.3], [1.0] * 4, "within noise"),
     "a machine that slows down for both": ([1.0, 2.0, 4.0], [1.0, 2.0, 4.0], "within noise"),
     "slower on a machine that slows down": ([1.2, 2.4, 4.8], [1.0, 2.0, 4.0], "slower"),

@@ -138,7 +138,7 @@ class TestCommand:
         monkeypatch.setattr(kernels, "measure_ceiling", lambda *_: Ceiling(1.0, 1.0))
         options = ("--op", "gated_mlp", "--steps", "decode1", "--out", str(tmp_path))
         assert kernels.main([*self.OPTIONS, *options]) == 0
-        assert "above the measured ceiling, so partly cached or" in capsys.readouterr().out
+        assert "above the measured ceiling (partly cached, or" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
         "flag, value, known",
@@ -154,8 +154,11 @@ class TestCommand:
 
     def test_two_rounds_are_too_few(self, capsys):
         with pytest.raises(SystemExit):
-            kernels.main([*self.OPTIONS, "--base", "HEAD", "--rounds", "2"])
-        assert "--rounds: expected at least 3, got 2" in capsys.readouterr().err
+            kernels.main([*self.OPTIONS, "--base", "HEAD", "--rounds", "2", "--pairs", "1"])
+        assert (
+            "--rounds: expected at least 3 in all pairs, got 1 pairs of 2 rounds"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize(
