@@ -56,13 +56,10 @@ def pack_linear(
     bias_O: torch.Tensor | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    narrow: bool = False,
 ) -> PackedLinear:
     """Pack ``weight`` [O, I] for the implementation that its device runs.
 
     dtype: of the activations, where ``weight`` is quantised.
-    narrow: on the CPU path x and y may be rounded to a bf16 weight's dtype, as they are on a GPU,
-        where the processor multiplies that faster.
     Raises ValueError for a wrong shape or device, TypeError for a dtype that is not a float.
     """
     if isinstance(weight, QuantWeight):
@@ -75,7 +72,7 @@ def pack_linear(
     dtype = weight_OI.dtype
     if implementation("linear", weight_OI.device, has_cpu=True) != "cpu":
         return PackedLinear("plain", num_in, num_out, weight_OI.contiguous(), bias_O, dtype)
-    cpu_weight = linear_cpu.pack(weight_OI, bias_O, narrow=narrow)
+    cpu_weight = linear_cpu.pack(weight_OI, bias_O)
     multiple = cpu_weight.row_multiple
     return PackedLinear(cpu_weight.format, num_in, num_out, cpu_weight, bias_O, dtype, multiple)
 

@@ -129,7 +129,7 @@ class Transformer:
             weight = maybe(name)
             return None if weight is None else weight.to(self.activation_dtype)
 
-        pack = partial(pack_linear, dtype=self.dtype, narrow=True)
+        pack = partial(pack_linear, dtype=self.dtype)
         return Layer(
             input_norm_E=get("input_norm").to(self.activation_dtype),
             qkv=pack(get("qkv"), maybe("qkv_bias")),

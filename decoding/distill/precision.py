@@ -6,9 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from pagedraft.kernels.linear_cpu_formats import multiplies_bf16
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BF16_FEATURES = ("avx512_bf16", "amx_bf16")  # x86 processors with one of them multiply bf16
 
 
 def resolve_dtype(name: str, device: torch.device) -> str:
@@ -28,4 +27,5 @@ def products_in(name: str, device: torch.device) -> AbstractContextManager[objec
 def _multiplies_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return multiplies_bf16()
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # not in 2.11
+    return any(capabilities.get(feature, False) for feature in BF16_FEATURES)

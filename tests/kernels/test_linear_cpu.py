@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedraft.kernels import linear_cpu, linear_cpu_formats, linear_cpu_rows
+from pagedraft.kernels import linear_cpu, linear_cpu_rows
 from pagedraft.kernels.linear import dense_weight, linear, linear_ref, pack_linear
 from pagedraft.tests.compare import assert_no_worse, assert_same_bits
 from pagedraft.tests.inputs import num_threads, randn
@@ -29,12 +29,6 @@ def exact_linear(*tensors: torch.Tensor | None) -> torch.Tensor:
     return linear_ref(*(None if t is None else t.double() for t in tensors))
 
 
-def weight_dtype(format_name: str) -> torch.dtype:
-    """What the format can hold."""
-    dtype = linear_cpu.FORMATS[format_name].dtype
-    return FP16 if dtype == torch.float32 else dtype
-
-
 @pytest.fixture(params=FORMAT_NAMES)
 def format_name(request: pytest.FixtureRequest) -> str:
     """The CPU formats, each forced."""
@@ -45,7 +39,7 @@ def format_name(request: pytest.FixtureRequest) -> str:
 def cpu_weight(request: pytest.FixtureRequest, format_name: str) -> linear_cpu.CpuWeight:
     """A weight packed in a forced format, with bias."""
     num_out, num_in = request.param
-    weight_OI = randn(num_out, num_in, dtype=weight_dtype(format_name), seed=1)
+    weight_OI = randn(num_out, num_in, dtype=FP16, seed=1)
     return linear_cpu.pack(weight_OI, randn(num_out, seed=2), (format_name,))
 
 
@@ -65,8 +59,8 @@ def test_cpu_row_bits_do_not_depend_on_the_row_count(
 def test_bits_of_rows_that_cancel_do_not_depend_on_the_row_count(
     num_rows: int, num_in: int, format_name: str
 ) -> None:
-    """Sums in another order show there even in bf16."""
-    weight_OI = randn(40, num_in, dtype=weight_dtype(format_name), seed=1)
+    """There sums in another order differ most."""
+    weight_OI = randn(40, num_in, dtype=FP16, seed=1)
     x_TI = randn(180, num_in, seed=3)
     linear_cpu_rows.cancel_halves(weight_OI, x_TI)
     weight = linear_cpu.pack(weight_OI, None, (format_name,))
@@ -113,58 +107,6 @@ def test_bf16_weights_too_wide_for_fp16_fall_back_to_fp32() -> None:
     assert packed.format == "onednn_fp32"
     assert packed.weight.reason == "fbgemm_fp16: weights do not fit fp16"
     assert_same_bits(dense_weight(packed), weight_OI)
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_bf16_products_are_as_exact_as_pytorch_in_bf16(has_bias: bool) -> None:
-    weight_OI = randn(40, 640, dtype=BF16, seed=1)
-    bias_O = randn(40, dtype=BF16, seed=2) if has_bias else None
-    weight = linear_cpu.pack(weight_OI, bias_O, ("onednn_bf16",))
-    assert weight.format == "onednn_bf16", weight.reason
-    x_TI, residual_TO = randn(33, 640, seed=3), randn(33, 40, seed=4)
-    out_TO = linear_cpu.run(x_TI, weight, residual_TO)
-    assert out_TO.dtype == torch.float32
-    same_dtype = linear_ref(x_TI.bfloat16(), weight_OI).float() + residual_TO
-    same_dtype = same_dtype if bias_O is None else same_dtype + bias_O
-    exact = exact_linear(x_TI, weight_OI, bias_O, residual_TO)
-    assert_no_worse(out_TO, exact=exact, same_dtype=same_dtype)
-
-
-NARROW_CASES = {  # weight's dtype, whether the caller allows it, whether the processor has it
-    "bf16": (BF16, True, True, "onednn_bf16"),
-    "wide_activations": (BF16, False, True, "fbgemm_fp16"),
-    "old_processor": (BF16, True, False, "fbgemm_fp16"),
-    "fp16_weight": (FP16, True, True, "fbgemm_fp16"),
-    "fp32_weight": (torch.float32, True, True, "onednn_fp32"),
-}
-
-
-@pytest.mark.usefixtures("cpu_path")
-@pytest.mark.parametrize("case", NARROW_CASES.values(), ids=NARROW_CASES)
-def test_bf16_products_only_where_allowed_and_fast(
-    case: tuple[torch.dtype, bool, bool, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dtype, narrow, has_bf16, expected = case
-    monkeypatch.setattr(linear_cpu_formats, "multiplies_bf16", lambda: has_bf16)
-    packed = pack_linear(randn(40, 64, dtype=dtype), narrow=narrow)
-    assert packed.format == expected
-
-
-def test_values_that_bf16_does_not_hold_are_refused() -> None:
-    weight = linear_cpu.pack(randn(8, 16, dtype=FP16), None, ("onednn_bf16", "fbgemm_fp16"))
-    assert weight.format == "fbgemm_fp16"
-    assert weight.reason == "onednn_bf16: weights do not fit bf16"
-
-
-@pytest.mark.parametrize(
-    ("features", "expected"),
-    [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)],
-)
-def test_processors_that_multiply_bf16(
-    features: dict[str, bool], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
-    assert linear_cpu_formats.multiplies_bf16() is expected
 
 
 @pytest.fixture
@@ -245,8 +187,7 @@ def test_cpu_row_bits_do_not_depend_on_long_runs(num_rows: int, cpu_weight: Any)
 
 @pytest.mark.parametrize("num_rows", [1, 5, 37, 121])
 def test_cpu_row_bits_do_not_depend_on_threads(num_rows: int, format_name: str) -> None:
-    weight_OI = randn(96, 576, dtype=weight_dtype(format_name), seed=1)
-    x_TI = randn(121, 576, seed=3)
+    weight_OI, x_TI = randn(96, 576, dtype=FP16, seed=1), randn(121, 576, seed=3)
     with num_threads(2):
         weight = linear_cpu.pack(weight_OI, None, (format_name,))
         wanted_TO = linear_cpu.run(x_TI, weight, None)
