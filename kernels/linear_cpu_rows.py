@@ -25,8 +25,8 @@ def cancel_halves(weights_OI: torch.Tensor, x_TI: torch.Tensor) -> None:
     """Make every other row of x, from the fourth on, cancel but for 2**-16 of one input, in place.
 
     The second half of the weights' inputs repeats the first, and of those rows it is the negative.
-    So the order of a sum shows in y even where y is rounded to bf16. Of bf16 products by oneDNN random
-    rows showed in 1 of 1,000 outputs that one row is added up in another order than several.
+    So the order of a sum shows in y even where y is rounded to bf16. Of bf16 products by oneDNN
+    random rows showed in 1 of 1,000 outputs that one row's sums run in another order.
     """
     half = x_TI.shape[1] // 2
     weights_OI[:, half : 2 * half] = weights_OI[:, :half]
