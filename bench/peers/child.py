@@ -11,6 +11,7 @@ import subprocess
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pagedraft.bench.peers.base import PeerFailed
@@ -32,7 +33,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         has_pipes: bool = False,
     ) -> None:
-        self.name = command[0]
+        self.name = Path(command[0]).name
         self.log = os.memfd_create("peer")
         pipe = subprocess.PIPE if has_pipes else None
         try:

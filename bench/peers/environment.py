@@ -19,7 +19,7 @@ def find_python(request: PeerRequest) -> Path:
     """The interpreter that has the other engines' packages, or PeerUnavailable."""
     python = request.python or ENVIRONMENT / "bin" / "python"
     if not python.is_file():
-        raise PeerUnavailable(f"{python}: no such interpreter; {HOW}")
+        raise PeerUnavailable(f"{_shown(python)}: no such interpreter; {HOW}")
     return python
 
 
@@ -34,7 +34,7 @@ def find_llama_server(request: PeerRequest) -> Path:
         return Path(on_path)
     installed = _environment(request) / "bin" / "llama-server"
     if not installed.is_file():
-        raise PeerUnavailable(f"llama-server is not on PATH and not {installed}; {HOW}")
+        raise PeerUnavailable(f"llama-server is not on PATH and not {_shown(installed)}; {HOW}")
     return installed
 
 
@@ -49,7 +49,8 @@ def find_converter(request: PeerRequest, server: Path | None = None) -> Path:
     for converter in found:
         if converter.is_file():
             return converter
-    raise PeerUnavailable(f"llama.cpp's {CONVERTER} is not in {_environment(request)}; {HOW}")
+    where = _shown(_environment(request))
+    raise PeerUnavailable(f"llama.cpp's {CONVERTER} is not in {where}; {HOW}")
 
 
 def openmp_settings() -> dict[str, str]:
@@ -64,3 +65,8 @@ def openmp_settings() -> dict[str, str]:
 def _environment(request: PeerRequest) -> Path:
     """Not resolved: an environment's interpreter is a link to the one it was made with."""
     return request.python.absolute().parent.parent if request.python else ENVIRONMENT
+
+
+def _shown(path: Path) -> Path:
+    """As seen from the repository, where it is in there."""
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

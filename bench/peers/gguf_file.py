@@ -43,7 +43,7 @@ def gguf_file(
         if done.returncode != 0 or not partial.is_file():
             lines = done.stderr.strip().splitlines() or ["nothing"]
             raise PeerUnavailable(
-                f"{converter.name}: status {done.returncode} for {folder}; it said "
+                f"{converter.name}: status {done.returncode} for {folder.name}; it said "
                 + " | ".join(lines[-3:])
             )
         partial.rename(file)

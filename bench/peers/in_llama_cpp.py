@@ -35,8 +35,10 @@ from pagedraft.bench.peers.llama_server import (
 SLOT_STEP = 256  # tokens; a slot's size is rounded up to it, so that servers are used again
 # The last 3 tokens looked up, 8 drafted, as the other engines here. Its own sizes, 12 and 48,
 # drafted nothing for 24 tokens of code of which these gave 19, of 31 drafted (b10434, demo model).
-LOOKUP = ("--spec-type", "ngram-simple")
-LOOKUP += ("--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
+LOOKUP = (
+    *("--spec-type", "ngram-simple"),
+    *("--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8"),
+)
 ASSISTED = ("--spec-type", "draft-simple")
 VERBOSE = ("--log-verbosity", "4")
 CHECK_LIMIT = 30.0  # seconds that --help and --version may take
@@ -78,8 +80,8 @@ class LlamaCppPeer:
             "weights": weights,
             "threads": threads,
             "openmp": openmp_settings(),
-            "server": " ".join(command),
-            "modes": {mode: " ".join(extra) for mode, extra in self.extra.items() if extra},
+            "server": _shown(command),
+            "modes": {mode: _shown(extra) for mode, extra in self.extra.items() if extra},
             "slots": "one a prompt; no prompt cache",
             "eos": "never picked",
         }
@@ -150,6 +152,11 @@ def _told_whole(
                 f"{part.token_ids} with some between, got {told.token_ids}"
             )
     return [answer.token_ids for answer in whole]
+
+
+def _shown(command: Sequence[str]) -> str:
+    """A command without the folders of this machine."""
+    return " ".join(Path(word).name for word in command)
 
 
 def _version(program: Path) -> str:

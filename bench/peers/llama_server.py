@@ -41,8 +41,7 @@ class LlamaServer:
 
     def __init__(self, command: Sequence[str], start_limit: float = START_LIMIT) -> None:
         self.port = _free_port()
-        self.command = [*command, "--host", HOST, "--port", str(self.port)]
-        self.child = Child(self.command)
+        self.child = Child([*command, "--host", HOST, "--port", str(self.port)])
         try:
             self._wait_until_ready(start_limit)
         except BaseException:
@@ -81,12 +80,12 @@ class LlamaServer:
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             if not self.is_alive:
-                raise PeerFailed(f"llama.cpp: {self.command[0]} {self.child.last_words()}")
+                raise PeerFailed(f"llama.cpp: {self.child.name} {self.child.last_words()}")
             if self._is_healthy():
                 return
             time.sleep(0.05)
         raise PeerFailed(
-            f"llama.cpp: {self.command[0]} was not ready after {limit:.0f} s; "
+            f"llama.cpp: {self.child.name} was not ready after {limit:.0f} s; "
             f"it {self.child.last_words()}"
         )
 

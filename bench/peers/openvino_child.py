@@ -49,7 +49,7 @@ class Pipelines:
             config.num_assistant_tokens = NUM_LOOKED_UP
             config.max_ngram_size = LONGEST_NGRAM
         inputs = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in prompts]
-        token_ids = [[] for _ in prompts]
+        token_ids: list[list[int]] = [[] for _ in prompts]
         first_seconds = [0.0 for _ in prompts]
         began = time.perf_counter()
         handles = []

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagedraft.bench.peers import environment, in_llama_cpp
 from pagedraft.bench.peers import gguf_file as gguf_module
-from pagedraft.bench.peers import in_llama_cpp
 from pagedraft.bench.peers.base import PeerRequest, PeerUnavailable
 from pagedraft.bench.peers.gguf_file import gguf_file
 from pagedraft.tests.bench.fake_llama_server import answer, install
@@ -93,3 +93,22 @@ def test_a_server_that_is_not_there_is_a_reason(folder, tmp_path):
     request = PeerRequest(folder, torch.bfloat16, CPU, 1, None, tmp_path / "nowhere")
     with pytest.raises(PeerUnavailable, match="nowhere: no such file"):
         in_llama_cpp.open_peer(request)
+
+
+def test_what_is_not_installed_is_named_from_the_repository(monkeypatch, tmp_path):
+    """Reasons go into documents that are kept: no folder of this machine in them."""
+    monkeypatch.setattr(environment, "ENVIRONMENT", environment.ROOT / "build" / "absent")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    request = PeerRequest(tmp_path, torch.bfloat16, CPU, 1)
+    with pytest.raises(PeerUnavailable, match="^build/absent/bin/python: no such interpreter"):
+        environment.find_python(request)
+    with pytest.raises(PeerUnavailable, match="not on PATH and not build/absent/bin/llama-server"):
+        environment.find_llama_server(request)
+    with pytest.raises(PeerUnavailable, match="is not in build/absent; `make bench-peers`"):
+        environment.find_converter(request)
+
+
+def test_a_program_on_path_comes_before_the_environment(monkeypatch, tmp_path):
+    program = install(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.find_llama_server(PeerRequest(tmp_path, torch.bfloat16, CPU, 1)) == program
