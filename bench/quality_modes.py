@@ -97,20 +97,23 @@ class Source:
         return cls(folder, config, weights, dtype, device)
 
     def model(self, mode: Mode) -> tuple[Transformer, str]:
-        """The model of ``mode``, and what has to be said beside its figures, if anything."""
-        weights, note = dict(self.weights), ""
+        """The model of ``mode``, and what has to be said beside its figures."""
+        weights, notes = dict(self.weights), []
         if mode.dtype is not None:
             dtype = resolve_dtype(mode.dtype)
             weights = load_weights(self.folder, self.config, dtype=dtype, device=self.device)
-            if self.device.type == "cpu" and _same_values(weights, self.weights):
-                note = "the checkpoint's values and fp32 sums, as in exact: another order of sums"
+            if _same_values(weights, self.weights):
+                notes.append("weights of exact's values")
         for name, weight in weights.items():
             if mode.format and _is_layer(name):
                 weights[name] = quantize_weight(weight, mode.format, mode.group)
         if mode.head:
             head = self.weights.get("head", self.weights["embed"])
             weights["head"] = quantize_weight(head, mode.head)
-        return Transformer(self.config, weights, exact=mode.exact), note
+        model = Transformer(self.config, weights, exact=mode.exact)
+        if self.device.type == "cpu":
+            notes.append(f"layers by {model.layers[0].qkv.format}")
+        return model, ", ".join(notes)
 
     def stored_kv(self, mode: Mode, model: Transformer) -> torch.dtype:
         """What the pool of ``mode`` stores."""

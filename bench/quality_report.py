@@ -199,13 +199,18 @@ def _figures(row: Row) -> list[Figure]:
 def draw(rows: Sequence[Row], path: Path, facts: Mapping[str, Any], how: str) -> None:
     """Draw what quality costs against the bytes of weights."""
     figure, axes = new_chart(
-        "What fewer bytes cost in quality", "weights, MB", "perplexity over exact's, 95 %"
+        "What fewer bytes cost in quality",
+        "weights, MB",
+        "perplexity above exact's, % (bars: 95 %)",
     )
     for row in rows:
-        ratio, size = row.ratio, row.weight_bytes / 1e6
-        errors = [[ratio.value - ratio.low], [ratio.high - ratio.value]]
-        axes.errorbar(size, ratio.value, yerr=errors, fmt="o", capsize=3, label=row.name)
-    axes.axhline(1.0, color="0.6", linewidth=0.8)
-    axes.set_yscale("log")
+        low, middle, high = (
+            100 * (x - 1) for x in (row.ratio.low, row.ratio.value, row.ratio.high)
+        )
+        errors = [[middle - low], [high - middle]]
+        axes.errorbar(
+            row.weight_bytes / 1e6, middle, yerr=errors, fmt="o", capsize=3, label=row.name
+        )
+    axes.axhline(0.0, color="0.6", linewidth=0.8)
     axes.legend(fontsize=7)
     save_chart(figure, path, facts, how)
