@@ -1,36 +1,39 @@
-"""Check and first timings of a CUDA machine: what ``bench/gpu_check.sh`` (``make gpu-check``).
+"""Check and first timings of a CUDA machine: what ``bench/gpu_check.sh`` (``make gpu-check``) runs.
 
-Six parts, each a child process with its own time limit; a part that fails does not stop the
-others. Logs and JSON go to ``$OUT`` if set, else to ``bench/results/<device>/``. Exit status 1 if
-any part failed; a missed target of speed is printed and fails nothing. With ``DRY=1`` the same
-parts run tiny on the CPU, in Triton's interpreter.
+Parts are child processes with a time limit each, in stages: what is timed runs alone, what matters
+most first; the checks of exactness, most of whose time is compilation, run at once and last. A part
+that fails does not stop the others, and one that runs out of time keeps what it has written. Logs,
+JSON and charts go to ``$OUT`` if set, else to ``bench/results/<device>/``. The verdict comes last:
+exit status 1 if any part failed; a missed target of speed is printed and fails nothing. With
+``DRY=1`` the same parts run tiny on the CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from pagedraft.bench.figures import as_json
+from pagedraft.bench.gpu_checks import DEVICE, DRY
+from pagedraft.bench.gpu_verdict import Judged, judge, report, summary
 from pagedraft.bench.report import ROOT, header, print_header, results_folder, write_json
-from pagedraft.bench.shapes import LLAMA_8B, TINY
-from pagedraft.kernels.weight_quant import MIN_FP8_CAPABILITY, WEIGHT_FORMATS
 
-DRY = os.environ.get("DRY", "0") == "1"
-DEVICE = torch.device("cpu" if DRY else "cuda")
 TAIL_LINES = 30
+GRACE = 3.0  # seconds that an interrupted part has to say what it found
+TEST_WORKERS = 10
+DRY_LIMIT = 300.0  # a part takes seconds, on a machine that has them
 
 
 @dataclass(frozen=True)
@@ -52,223 +55,114 @@ class Outcome:
     note: str
 
 
-def parts(folder: Path) -> list[Part]:
-    """Return the parts; all limits together stay under 8 minutes."""
+def stages(folder: Path) -> list[list[Part]]:
+    """Return the parts, those of a stage to run at once; all together stay under 8 minutes."""
     python = sys.executable
-    own = [python, "-m", "pagedraft.bench.gpu_check"]
-    bench = [python, "-m", "pagedraft.bench.kernels", "--out", str(folder)]
-    sweep = [*bench, "--sweep", "attention", "--baselines", "sdpa"]
-    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    if DRY:
-        tests += ["tests/kernels/test_rms_norm.py", "-k", "no_tokens or power"]
-        bench += ["--device", "cpu", "--model", "tiny", "--dtype", "fp32", "--budget", "0.01"]
-        bench += ["--steps", "decode1", "--op", "rms_norm,gated_mlp"]
-        sweep += ["--device", "cpu", "--select", "trial", "--budget", "0.01"]
-    else:
-        if importlib.util.find_spec("xdist"):
-            tests += ["-n", "8"]
-        tests += ["tests/kernels"]
-        bench += ["--device", "cuda", "--model", "8b", "--dtype", "bf16", "--budget", "0.1"]
-        bench += ["--steps", "decode1,verify8,prefill"]
-        sweep += ["--device", "cuda", "--select", "short", "--budget", "0.1", "--limit", "50"]
+    checks = [python, "-m", "pagedraft.bench.gpu_checks"]
+    limit = DRY_LIMIT if DRY else 140
     return [
-        Part("tests", tests, 145),
-        Part("rows", [*own, "rows"], 85),
-        Part("engine", [*own, "engine"], 65),
-        Part("warm", [*own, "warm"], 75),
-        Part("attention", sweep, 50),
-        Part("bench", bench, 55),
+        *([part] for part in _timed_parts(folder)),
+        [
+            Part("tests", _tests(python), limit),
+            *(Part(name, [*checks, name], limit) for name in ("rows", "engine", "warm")),
+        ],
     ]
 
 
+def _tests(python: str) -> list[str]:
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    if DRY:
+        return [*command, "tests/kernels/test_rms_norm.py", "-k", "no_tokens or power"]
+    if importlib.util.find_spec("xdist"):
+        command += ["-n", str(min(TEST_WORKERS, os.cpu_count() or 1))]
+    return [*command, "tests/kernels"]
+
+
+def _timed_parts(folder: Path) -> list[Part]:
+    """The benches. ``compile`` fills Triton's cache for the two after it."""
+    module = [sys.executable, "-m"]
+    real = [*module, "pagedraft.bench.real_sizes", "--out", str(folder)]
+    bench = [*module, "pagedraft.bench.kernels", "--out", str(folder)]
+    sweep = [*bench, "--sweep", "attention", "--baselines", "sdpa"]
+    if DRY:
+        # Some hundred passes, each half a second in the interpreter: these run the CPU kernels.
+        real = ["env", "TRITON_INTERPRET=0", *real, "--device", "cpu", "--models", "tiny"]
+        bench += ["--device", "cpu", "--model", "tiny", "--dtype", "fp32", "--budget", "0.01"]
+        bench += ["--steps", "decode1", "--op", "rms_norm,gated_mlp"]
+        sweep += ["--device", "cpu", "--select", "trial", "--budget", "0.01"]
+        parts = {"tiny": real, "bench": bench, "attention": sweep}
+        return [Part(name, command, DRY_LIMIT) for name, command in parts.items()]
+    bench += ["--device", "cuda", "--model", "8b", "--dtype", "bf16", "--budget", "0.1"]
+    bench += ["--steps", "decode1,verify1,prefill,verify8"]
+    sweep += ["--device", "cuda", "--select", "short", "--budget", "0.1", "--limit", "28"]
+    one = [*real, "--workers", "0", "--models"]
+    return [
+        Part("compile", [*real, "--models", "8b,1b", "--compile-only"], 60),
+        Part("8b", [*one, "8b", "--limit", "85"], 105),
+        Part("1b", [*one, "1b", "--limit", "42"], 60),
+        Part("bench", bench, 50),
+        Part("attention", sweep, 40),
+    ]
+
+
+def run_stage(parts: Sequence[Part], folder: Path) -> list[Outcome]:
+    """Run the parts of a stage at once; print the end of each one's output."""
+    for part in parts:
+        print(f"\n=== {part.name}: {' '.join(part.command[1:])} (limit {part.limit:.0f} s)")
+    sys.stdout.flush()
+    with ThreadPoolExecutor(len(parts)) as pool:
+        outcomes = list(pool.map(partial(run_part, folder=folder), parts))
+    for part in parts:
+        print(f"\n--- {part.name}", *_lines(part, folder)[-TAIL_LINES:], sep="\n")
+    return outcomes
+
+
 def run_part(part: Part, folder: Path) -> Outcome:
-    """Run one part, keep its output in ``gpu_check-<part>.log``, print the end of it."""
-    print(f"\n=== {part.name}: {' '.join(part.command[1:])} (limit {part.limit:.0f} s)")
-    log_path = folder / f"gpu_check-{part.name}.log"
+    """Run one part, keep its output in ``gpu_check-<part>.log``."""
     start = time.monotonic()
-    with log_path.open("w") as log:
+    with _log(part, folder).open("w") as log:
         process = subprocess.Popen(
             part.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             verdict = "ok" if process.wait(part.limit) == 0 else "FAILED"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
             verdict = "OUT OF TIME"
-    lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
-    print("\n".join(lines[-TAIL_LINES:]))
+    lines = _lines(part, folder)
     note = lines[-1][:160] if lines else ""
     return Outcome(part.name, verdict, time.monotonic() - start, note)
 
 
-def row_jobs() -> dict[str, Callable[[], list[str]]]:
-    """Return the checks of row equality by name."""
-    from pagedraft.bench.row_checks import (
-        ATTENTION_VARIANTS,
-        attention_rows,
-        fused_rows,
-        linear_rows,
-    )
-
-    if DRY:
-        setting = (TINY, torch.float16, DEVICE)
-        counts = (1, 3)
-        sizes = {"contexts": (70,), "spans": (1, 3), "num_rows": 2}
-    else:
-        setting = (LLAMA_8B, torch.bfloat16, DEVICE)
-        counts = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200, 512)
-        spans = (*range(1, 10), 16, 17, 32, 33, 64, 100, 128, 512)
-        sizes = {"contexts": (600, 4097, 16384), "spans": spans, "num_rows": 8}
-    jobs = {
-        f"attention, {name}": partial(attention_rows, *setting, **sizes, variant=variant)
-        for name, variant in ATTENTION_VARIANTS.items()
-    }
-    jobs["linear"] = partial(linear_rows, *setting, counts)
-    jobs["linear with its neighbours"] = partial(fused_rows, *setting, counts)
-    for weights in WEIGHT_FORMATS if _has_fp8() else WEIGHT_FORMATS[:2]:
-        jobs[f"linear, {weights}"] = partial(linear_rows, *setting, counts, weights=weights)
-    return jobs
+def _end(process: subprocess.Popen) -> None:
+    """Interrupt a part, so that pytest names the tests that failed; then kill all that is left."""
+    os.killpg(process.pid, signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def _has_fp8() -> bool:
-    return DRY or torch.cuda.get_device_capability(DEVICE) >= MIN_FP8_CAPABILITY
+def _log(part: Part, folder: Path) -> Path:
+    return folder / f"gpu_check-{part.name}.log"
 
 
-def run_row_job(name: str) -> list[str]:
-    """Run one check in whichever process this is; return what differs."""
-    torch.manual_seed(0)
-    if DRY:  # the stock interpreter multiplies with BLAS kernels that depend on the number of rows
-        from pagedraft.tests import interpreter
-
-        interpreter.install()
-    problems = [f"{name}: {problem}" for problem in row_jobs()[name]()]
-    print(f"{name}: {len(problems)} differences", flush=True)
-    return problems
+def _lines(part: Part, folder: Path) -> list[str]:
+    """What it printed, without empty lines."""
+    text = _log(part, folder).read_text(errors="replace")
+    return [line for line in text.splitlines() if line.strip()]
 
 
-def row_equality() -> list[str]:
-    """Return which rows of linear and paged_attention change bits with what runs beside them.
-
-    On a GPU the checks run at once in processes of their own: most of their time is compilation.
-    Says too whether this device's wide tiles (HGMMA) give the bits of smaller ones and are used.
-    """
-    from pagedraft.kernels.paged_attention_launch import wide_tiles
-
-    used = {str(dtype): wide_tiles(DEVICE, dtype, 128) for dtype in (torch.bfloat16, torch.float16)}
-    print(f"attention's wide tiles, used where their bits are those of others: {used}", flush=True)
-    spawn = multiprocessing.get_context("spawn")
-    num_workers = 1 if DRY else min(len(row_jobs()), os.cpu_count() or 1)
-    with ProcessPoolExecutor(num_workers, spawn) as pool:
-        return [problem for found in pool.map(run_row_job, row_jobs()) for problem in found]
-
-
-def _tiny_folder(parent: Path, seed: int) -> Path:
-    """Save a random Llama; its outputs repeat little, as large initial weights make them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32 if DRY else 96,
-        hidden_size=32 if DRY else 128,
-        intermediate_size=32 if DRY else 192,
-        num_hidden_layers=1 if DRY else 3,
-        num_attention_heads=2 if DRY else 4,
-        num_key_value_heads=1 if DRY else 2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(seed)
-    folder = parent / f"seed-{seed}"
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def _untrained(target: Path, kind: str) -> Path:
-    """A draft of one of the target's layers that may propose half of the tokens."""
-    from pagedraft.decoding.distill.start import save_student, start_student
-
-    folder = target.with_name(f"draft-{kind}")
-    student, _ = start_student(target, [0], torch.device("cpu"), kind=kind)
-    save_student(student, folder, target, "the target", torch.arange(0, 96, 2))
-    return folder
-
-
-def engine_equality() -> list[str]:
-    """Return which requests of a tiny random model change with speculation or with a batch."""
-    from pagedraft.decoding.params import SamplingParams
-    from pagedraft.model.draft_folder import KINDS
-    from pagedraft.scheduler.llm import LLM
-
-    prompts = [[5, 6, 7, 8] * 3, [11, 3], list(range(30)), [9] * 5]
-    temperatures = (0.0, 0.8, 1.0, 0.0)
-    length = 3 if DRY else 100
-    params = [
-        SamplingParams(max_tokens=length, temperature=temperature, seed=17 + index)
-        for index, temperature in enumerate(temperatures)
-    ]
-    if DRY:
-        prompts, params = prompts[:2], params[:2]
-    options = {"dtype": "fp32" if DRY else "bf16", "device": DEVICE.type}
-    options |= {"block_size": 16, "kv_tokens": 2048}
-    problems = []
-    with tempfile.TemporaryDirectory() as name:
-        target, other = (_tiny_folder(Path(name), seed) for seed in range(2))
-        plain = LLM(target, speculate="off", **options)
-        expected = [
-            plain.generate([prompt], [row])[0].token_ids
-            for prompt, row in zip(prompts, params, strict=True)
-        ]
-        print("plain:", *expected, sep="\n  ")
-        engines = {"plain batch": plain, "itself": ("draft", target, 3)}
-        if not DRY:
-            engines |= {
-                "another model": ("draft", other, 4),
-                "its first layer": ("layers", None, 2),
-            }
-            engines |= {"n-gram": ("ngram", None, 4), "any": ("draft+suffix", other, "auto")}
-            engines |= {
-                f"untrained {kind}": ("draft", _untrained(target, kind), 3) for kind in KINDS
-            }
-        for label, engine in engines.items():
-            if isinstance(engine, tuple):
-                speculate, draft, num_drafts = engine
-                engine = LLM(target, draft, speculate=speculate, k=num_drafts, **options)
-            outs = [completion.token_ids for completion in engine.generate(prompts, params)]
-            problems += [
-                f"{label}: request {index} gave {out}, plain {want}"
-                for index, (out, want) in enumerate(zip(outs, expected, strict=True))
-                if out != want
-            ]
-            print(f"{label}: compared", flush=True)
-    return problems
-
-
-def warm_engine() -> list[str]:
-    """Return what a load compiles after a warm-up, and which graphs have other bits."""
-    from pagedraft.bench.warm_checks import warm_problems
-
-    if DRY:
-        from pagedraft.tests import interpreter
-
-        interpreter.install()
-    return warm_problems(_tiny_folder, device=DEVICE, is_dry=DRY)
-
-
-CHECKS: dict[str, Callable[[], list[str]]] = {
-    "rows": row_equality,
-    "engine": engine_equality,
-    "warm": warm_engine,
-}
-
-
-def check(name: str) -> int:
-    """Run one check in this process; print what differs."""
-    problems = CHECKS[name]()
-    print("\n".join(problems) if problems else "")
-    print(f"{name}: {len(problems)} problems" if problems else f"{name}: nothing differs")
-    return 1 if problems else 0
+def print_verdict(outcomes: Sequence[Outcome], judged: Sequence[Judged], device: str) -> int:
+    """Print how the parts ended, the targets, and all of it in one line; return the status."""
+    for outcome in outcomes:
+        print(f"{outcome.name:10} {outcome.verdict:12} {outcome.seconds:4.0f} s  {outcome.note}")
+    print("\n".join(report(judged, device)))
+    bad = [outcome.name for outcome in outcomes if outcome.verdict != "ok"]
+    verdict = f"FAILED {', '.join(bad)}" if bad else "ok"
+    print(f"VERDICT: {verdict}; {'a dry run measures nothing' if DRY else summary(judged)}")
+    return 1 if bad else 0
 
 
 def main() -> int:
@@ -276,24 +170,24 @@ def main() -> int:
     if not DRY and not torch.cuda.is_available():
         print("gpu-check: no CUDA device (DRY=1 tries the script on the CPU)")
         return 1
-    start = time.monotonic()
+    start = time.time()
     own_folder = ROOT / "build" / "gpu-check-dry" if DRY else results_folder(DEVICE)
-    folder = Path(os.environ.get("OUT") or own_folder)
+    folder = Path(os.environ.get("OUT") or own_folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     facts = header(DEVICE)
     print_header(facts)
-    outcomes = []
-    for part in parts(folder):
-        outcomes.append(run_part(part, folder))
-        document = {**facts, "dry": DRY, "parts": [asdict(outcome) for outcome in outcomes]}
+    outcomes: list[Outcome] = []
+    for stage in stages(folder):
+        outcomes += run_stage(stage, folder)
+        judged = judge(folder, since=start)
+        document = {"bench": "gpu_check", **facts, "dry": DRY}
+        document |= {"parts": [asdict(outcome) for outcome in outcomes]}
+        document["targets"] = [one.text() for one in judged]
+        document["figures"] = as_json([one.figure() for one in judged if one.value is not None])
         write_json(folder / "gpu_check.json", document)
-    print(f"\n=== gpu-check on {facts['device']}, {time.monotonic() - start:.0f} s, {folder}")
-    for outcome in outcomes:
-        print(f"{outcome.name:10} {outcome.verdict:12} {outcome.seconds:4.0f} s  {outcome.note}")
-    bad = [outcome.name for outcome in outcomes if outcome.verdict != "ok"]
-    print(f"VERDICT: {'FAILED ' + ', '.join(bad) if bad else 'ok'}")
-    return 1 if bad else 0
+    print(f"\n=== gpu-check on {facts['device']}, {time.time() - start:.0f} s, {folder}")
+    return print_verdict(outcomes, judged, facts["device"])
 
 
 if __name__ == "__main__":
-    sys.exit(check(sys.argv[1]) if len(sys.argv) > 1 else main())
+    sys.exit(main())

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagedraft.bench.gpu_check import Part, parts, run_part
+from pagedraft.bench import gpu_check
+from pagedraft.bench.gpu_check import GRACE, Part, run_part, run_stage, stages
 from pagedraft.bench.row_checks import (
     ATTENTION_VARIANTS,
     AttentionVariant,
@@ -25,7 +26,7 @@ from pagedraft.kernels.weight_quant import WEIGHT_FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-PARTS = ("tests", "rows", "engine", "warm", "attention", "bench")
+PARTS = ("tiny", "bench", "attention", "tests", "rows", "engine", "warm")
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +35,23 @@ def dry_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     folder = tmp_path_factory.mktemp("gpu_check")
     env = {**os.environ, "OUT": str(folder), "PYTHON": sys.executable}
     command = ["bash", str(ROOT / "bench" / "gpu_check.sh"), "--dry"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     return folder, done
 
 
 def test_dry_run_ends_well(dry_run):
     _, done = dry_run
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert done.stdout.splitlines()[-1] == "VERDICT: ok"
+    assert done.stdout.splitlines()[-1] == "VERDICT: ok; a dry run measures nothing"
+
+
+def test_dry_run_judges_no_target(dry_run):
+    folder, done = dry_run
+    document = json.loads((folder / "gpu_check.json").read_text())
+    assert document["dry"]
+    assert document["figures"] == []
+    assert {text.split()[0] for text in document["targets"]} == {"open"}
+    assert all(text in done.stdout for text in document["targets"])
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -51,6 +61,16 @@ def test_part_leaves_a_log_and_a_verdict(dry_run, name):
     verdicts = {part["name"]: part["verdict"] for part in document["parts"]}
     assert verdicts[name] == "ok"
     assert (folder / f"gpu_check-{name}.log").stat().st_size > 0
+
+
+def test_engine_table_leaves_json_that_says_it_is_dry(dry_run):
+    folder, _ = dry_run
+    document = json.loads((folder / "real_sizes-tiny-dry.json").read_text())
+    rows = [row for name in ("rows", "passes", "answers", "linears") for row in document[name]]
+    assert document["dry"]
+    assert document["problems"] == []
+    assert not any(row["problem"] or "left_out" in row for row in document["rows"])
+    assert len(rows) > len(document["rows"]) > 0
 
 
 def test_bench_leaves_json(dry_run):
@@ -78,14 +98,42 @@ def test_every_kind_of_row_is_compared(dry_run):
     assert not missing
 
 
-def test_limits_leave_time_to_copy_the_results(tmp_path):
-    assert sum(part.limit for part in parts(tmp_path)) < 480
+@pytest.fixture
+def cuda_stages(tmp_path, monkeypatch) -> list[list[Part]]:
+    """The stages of a run on a GPU."""
+    monkeypatch.setattr(gpu_check, "DRY", False)
+    return stages(tmp_path)
+
+
+def test_limits_leave_time_to_copy_the_results(cuda_stages):
+    """Eight minutes, also where every part runs out of time."""
+    assert sum(max(part.limit for part in stage) + GRACE for stage in cuda_stages) < 475
+
+
+def test_what_is_timed_runs_alone(cuda_stages):
+    names = [[part.name for part in stage] for stage in cuda_stages]
+    assert names[:-1] == [["compile"], ["8b"], ["1b"], ["bench"], ["attention"]]
+    assert names[-1] == ["tests", "rows", "engine", "warm"]
+
+
+LIMITED = ("8b", "1b", "attention")
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_part_ends_by_itself_before_it_is_ended(cuda_stages, name):
+    [part] = [part for stage in cuda_stages for part in stage if part.name == name]
+    limit = float(part.command[part.command.index("--limit") + 1])
+    assert 10 <= part.limit - limit <= 20  # what it takes to start, and its last row
 
 
 PART_CASES = {
     "a part that works": ("print('fine')", 30, "ok"),
     "a part that fails": ("raise SystemExit(3)", 30, "FAILED"),
     "a part that hangs": ("import time; time.sleep(60)", 1, "OUT OF TIME"),
+    "a part that does not listen": (
+        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)",
+        *(2, "OUT OF TIME"),
+    ),
 }
 
 
@@ -94,6 +142,33 @@ def test_part_verdict(tmp_path, name):
     code, limit, expected = PART_CASES[name]
     outcome = run_part(Part("x", [sys.executable, "-c", code], limit), tmp_path)
     assert outcome.verdict == expected
+
+
+PATIENT = """
+import time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("what was found")
+"""
+
+
+def test_a_part_that_runs_out_of_time_says_what_it_found(tmp_path):
+    outcome = run_part(Part("x", [sys.executable, "-c", PATIENT], 2), tmp_path)
+    assert (outcome.verdict, outcome.note) == ("OUT OF TIME", "what was found")
+
+
+def test_parts_of_a_stage_run_at_once(tmp_path):
+    """Each waits for the other's file."""
+    code = (
+        "import pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.05)\n"
+    )
+    ours, theirs = str(tmp_path / "a"), str(tmp_path / "b")
+    pairs = {"one": [ours, theirs], "other": [theirs, ours]}
+    parts = [Part(name, [sys.executable, "-c", code, *pair], 30) for name, pair in pairs.items()]
+    assert [outcome.verdict for outcome in run_stage(parts, tmp_path)] == ["ok", "ok"]
 
 
 def nudged_linear(x_TI, packed, **options):
