@@ -236,7 +236,7 @@ def _linear_cells(row: Row) -> list[str]:
 def save_charts(document: Document, folder: Path) -> list[Path]:
     """Speed-up against rows and k beside its prediction, and steps beside their floor, as PNG."""
     name = Path(document["file"]).stem
-    dry = "DRY RUN, means nothing: " if document["dry"] else ""
+    dry = "DRY RUN: " if document["dry"] else ""
     title = f"{dry}{document['model']} {document['dtype']}, random weights"
     rows = [row for row in document["rows"] if is_timed(row) and row["graphs"]]
     drafting = [row for row in rows if row["drafts"] and "speedup" in row]
@@ -251,7 +251,9 @@ def save_charts(document: Document, folder: Path) -> list[Path]:
 
 
 def _speedup_chart(title: str, document: Document, rows: list[Row], path: Path) -> None:
-    figure, axes = new_chart(f"{title} {document['alpha']:.2f}", "rows at once", "over no drafts")
+    figure, axes = new_chart(
+        f"{title} {document['alpha']:.2f}", "rows at once", "speed over no drafts"
+    )
     for k in dict.fromkeys(row["k"] for row in rows):
         same = [row for row in rows if row["k"] == k]
         batches = [row["batch"] for row in same]
@@ -262,6 +264,8 @@ def _speedup_chart(title: str, document: Document, rows: list[Row], path: Path) 
         axes.plot([r["batch"] for r in known], values, "--", color=color, label=f"k = {k}, model")
     axes.axhline(1.0, color="0.6", linewidth=0.8)
     axes.set_xscale("log", base=2)
+    batches = sorted({row["batch"] for row in rows})
+    axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.legend(frameon=False)
     save_chart(figure, path, document, f"{SYNTHETIC}; model: passes alone and 1 + a + ... + a^k")
 
@@ -276,4 +280,5 @@ def _step_chart(title: str, document: Document, rows: list[Row], path: Path) -> 
     axes.plot(names, [row["floor_ms"] for row in rows], "_", ms=18, label="floor")
     axes.legend(frameon=False)
     how = "steps and passes measured, those with drafts at SYNTHETIC acceptance; floor: bytes and "
-    save_chart(figure, path, document, f"{how}flops at the measured ceiling")
+    rates = "made up, this is a dry run" if document["dry"] else "measured"
+    save_chart(figure, path, document, f"{how}flops at rates that are {rates}")
