@@ -108,7 +108,7 @@ OUT ?= build/drafts/smollm2-135m
 distill: $(STAMP)  ## half an hour: a draft for the demo model and its report, in OUT=build/drafts/...
 	$(BIN)/pagedraft distill --target demo --out $(OUT) --layers 4 --vocab 8192 --minutes 28
 
-gpu-check:  ## kernel tests, exactness and first timings on a CUDA machine; installs nothing
+gpu-check:  ## engine at 1B and 8B, kernels, exactness and a verdict on a CUDA machine, 8 minutes; installs nothing
 	bash bench/gpu_check.sh
 
 lint: $(STAMP)  ## ruff and mypy
