@@ -67,16 +67,16 @@ def make_batch(
     """
     length = max(len(text.token_ids) for text in texts) - 1
     tokens_BL = torch.zeros(len(texts), length, dtype=torch.int64)
-    with_prompts = with_prompts and all(text.before_PE is not None for text in texts)
+    with_prompts = with_prompts and all(text.before is not None for text in texts)
     places, states, lse = [], [], []
     for row, text in enumerate(texts):
         num_tokens = len(text.token_ids) - 1
         tokens_BL[row, :num_tokens] = text.token_ids[:-1]
         first = 0 if with_prompts else text.num_prompt - 1
         places.append(torch.arange(row * length + first, row * length + num_tokens))
-        if with_prompts:
-            states.append(text.before_PE)
-            lse.append(text.before_lse_P)
+        if with_prompts and text.before is not None:
+            states.append(text.before[0])
+            lse.append(text.before[1])
         states.append(text.states_NE)
         lse.append(text.lse_N)
     return Batch(
@@ -92,10 +92,10 @@ def _states_before(texts: Sequence[Taught], length: int) -> torch.Tensor:
     """Of each token the teacher's state of the one before it, zeros at the first: fp32 [B, L, E]"""
     before_BLE = torch.zeros(len(texts), length, texts[0].states_NE.shape[1])
     for row, text in enumerate(texts):
-        if text.before_PE is None:
+        if text.before is None:
             raise ValueError(
                 "texts: expected states of prompts, for a feature head to read, got none"
             )
-        states_TE = torch.cat([text.before_PE, text.states_NE])
+        states_TE = torch.cat([text.before[0], text.states_NE])
         before_BLE[row, 1 : len(states_TE)] = states_TE[:-1]
     return before_BLE

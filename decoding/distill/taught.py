@@ -68,6 +68,13 @@ class Taught:
         return len(self.lse_N)
 
     @property
+    def before(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """States and log-sum-exp at the prompt's tokens but the last, if they are known."""
+        if self.before_PE is None or self.before_lse_P is None:
+            return None
+        return self.before_PE, self.before_lse_P
+
+    @property
     def output_ids(self) -> torch.Tensor:
         """The continuation [N]."""
         return self.token_ids[self.num_prompt :]
@@ -92,12 +99,12 @@ def save_taught(file: str | Path, texts: Sequence[Taught]) -> None:
         "states": torch.cat([text.states_NE for text in texts]),
         "lse": torch.cat([text.lse_N for text in texts]),
     }
-    taught = [text for text in texts if text.before_PE is not None]
-    if taught:
-        if len(taught) < len(texts):
+    befores = [text.before for text in texts if text.before is not None]
+    if befores:
+        if len(befores) < len(texts):
             raise ValueError(f"{file}: expected states of prompts for all texts or for none")
-        tensors["before"] = torch.cat([text.before_PE for text in taught])
-        tensors["before_lse"] = torch.cat([text.before_lse_P for text in taught])
+        tensors["before"] = torch.cat([states_PE for states_PE, _ in befores])
+        tensors["before_lse"] = torch.cat([lse_P for _, lse_P in befores])
     write_tensors(file, tensors, {"format": FORMAT, "texts": json.dumps(rows)})
 
 
