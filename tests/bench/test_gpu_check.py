@@ -153,8 +153,10 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_part_that_runs_out_of_time_says_what_it_found(tmp_path):
-    outcome = run_part(Part("x", [sys.executable, "-c", PATIENT], 2), tmp_path)
+def test_a_part_that_runs_out_of_time_says_what_it_found(tmp_path, monkeypatch):
+    """It has time to start and to end on a busy machine, too."""
+    monkeypatch.setattr(gpu_check, "GRACE", 60)
+    outcome = run_part(Part("x", [sys.executable, "-c", PATIENT], 8), tmp_path)
     assert (outcome.verdict, outcome.note) == ("OUT OF TIME", "what was found")
 
 

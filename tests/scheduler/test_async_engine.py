@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -105,8 +106,12 @@ def test_text_is_shown_as_soon_as_it_is_final(make_worded):
         async with AsyncEngine(make_worded(speculate="off")) as engine:
             return [part async for part in engine.stream(row.prompt, row.params)]
 
-    texts = [part.text for part in run(main())]
-    assert texts == ["a", " b", "", "é", "c", "ab", " ", "", "", ""]
+    parts = run(main())
+    shown_at = list(accumulate(["a", " b", "", "é", "c", "ab", " ", "", "", ""]))
+    num_tokens = list(accumulate(len(part.token_ids) for part in parts))  # a late reader gets more
+    assert num_tokens[-1] == len(shown_at)
+    shown = list(accumulate(part.text for part in parts))
+    assert shown == [shown_at[count - 1] for count in num_tokens]
 
 
 def test_chat_is_what_chat_gives(make_worded):

@@ -57,7 +57,7 @@ def test_the_folder_is_small_and_says_how_it_was_made(facts):
         "config.json",
         "model.safetensors",
         *reports,
-        *(f"first-run/{name}" for name in reports),  # of the draft that this one began with
+        *(f"{run}-run/{name}" for run in ("first", "second") for name in reports),
     }
     command = shlex.split(facts["command"])
     assert command[:2] == ["pagedraft", "distill"]
