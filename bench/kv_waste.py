@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagedraft.bench.figures import Figure, as_json
 from pagedraft.bench.overhead_bed import FakeTarget, make_engine
 from pagedraft.bench.report import header, print_header, results_folder, write_json
 from pagedraft.bench.table import print_table
@@ -61,6 +62,21 @@ class Waste:
         """Whether the limit for this block size is kept; "-" where there is none."""
         limit = LIMITS.get(self.block_size)
         return "-" if limit is None else "pass" if self.kv_waste <= limit else "fail"
+
+
+def figures(results: Sequence[Waste]) -> list[Figure]:
+    """Waste by block size and spread of lengths: draws are seeded, so equal everywhere."""
+    return [
+        Figure(
+            f"kv_waste/block size {row.block_size}, sigma {row.sigma:g}, {row.rows} rows/waste",
+            row.kv_waste,
+            "of slots",
+            "lower",
+            "counted",
+            target=LIMITS.get(row.block_size),
+        )
+        for row in results
+    ]
 
 
 class Lengths:
@@ -162,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
         ]
     show(results)
     rows: list[dict[str, Any]] = [asdict(row) | {"verdict": row.verdict} for row in results]
-    document = {"bench": "kv_waste", **facts, "rows": rows}
+    document = {"bench": "kv_waste", **facts, "rows": rows, "figures": as_json(figures(results))}
     folder = Path(options.out) if options.out else results_folder(torch.device("cpu"))
     write_json(folder / "kv_waste.json", document)
     print(json.dumps(document))

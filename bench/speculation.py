@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from pagedraft.bench.figures import Figure, as_json, from_samples
 from pagedraft.bench.report import header, print_header, results_folder, write_json
 from pagedraft.bench.speculation_prompts import EDITS, QUESTIONS, random_prompts
 from pagedraft.bench.table import print_table
@@ -168,6 +169,24 @@ def _decode_seconds(stats: Sequence[RequestStats]) -> float:
     return max(times) - min(times)
 
 
+def figures(results: Sequence[Speeds]) -> list[Figure]:
+    """Speed over plain decoding by drafter, text and draft length."""
+    found = []
+    for row in results:
+        for k in row.speeds:
+            if k == str(PLAIN):
+                continue
+            pairs = zip(row.speeds[k], row.speeds[str(PLAIN)], strict=True)
+            name = f"speculation/{row.drafter}, {row.text}/k={k} over plain"
+            target = LEAST_OF_PLAIN if k == AUTO else None
+            ratios = [a / b for a, b in pairs]
+            found.append(from_samples(name, ratios, "x", "higher", target=target))
+        name = f"speculation/{row.drafter}, {row.text}/auto of the best"
+        share = row.share_of_best
+        found.append(Figure(name, share, "x", "higher", "measured", target=SHARE_OF_BEST))
+    return found
+
+
 def cells(row: Speeds) -> list[str]:
     """One line of the table."""
     report = row.report
@@ -229,6 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     document = {"bench": "speculation", **facts, "model": options.model, "rows": rows}
     document |= {"tokens": options.tokens, "prompts": options.prompts, "rounds": options.rounds}
+    document["figures"] = as_json(figures(results))
     folder = Path(options.out) if options.out else results_folder(where)
     write_json(folder / f"speculation-{Path(options.model).name}.json", document)
     print(json.dumps(document))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pagedraft.bench import kv_waste, overhead, overhead_parts
-from pagedraft.bench.overhead import Result, context_ratios, measure
+from pagedraft.bench.figures import read_figures
+from pagedraft.bench.overhead import measure
 from pagedraft.bench.overhead_bed import (
     INDEXED_TOKENS,
     Bed,
@@ -31,6 +32,7 @@ from pagedraft.bench.overhead_parts import (
     REST,
     Probes,
 )
+from pagedraft.bench.overhead_report import SHOWN, Result, context_ratios, figures
 from pagedraft.decoding.drafters.suffix_automaton import SuffixAutomaton
 from pagedraft.scheduler import engine as engine_module
 
@@ -259,6 +261,26 @@ def test_dry_run(tmp_path, capsys):
     assert set(document["context_ratios"]) == {"2 rows, k=0", "2 rows, k=2"}
     assert "96 turnover" in printed
     assert all(row["total_us"][1] > row["host_us"][1] for row in document["rows"])
+    figures = {figure.name: figure for figure in read_figures(document)}
+    assert len(figures) == 3 * len(document["rows"]) + 2
+    host = figures["overhead/rows=2, context=96, k=2, turnover/host"]
+    assert host.value == pytest.approx(document["rows"][5]["host_us"][1], abs=0.01)
+
+
+def test_only_steady_rows_are_judged_by_the_limits():
+    values = {"host": [501.0] * 2, "parts": {name: [60.0] * 2 for name in SHOWN}}
+    steady, turnover = Case(64, 128, 0), Case(64, 128, 0, answer=200)
+    found = figures([Result(steady, **values), Result(turnover, **values)])
+    targets = {figure.name: (figure.target, figure.value) for figure in found}
+    name = "overhead/rows=64, context=128, k=0"
+    assert targets[f"{name}/host"] == (500.0, 501.0)
+    assert targets[f"{name}/plan and commit"] == (100.0, 120.0)
+    assert targets[f"{name}, turnover/host"] == (None, 501.0)
+
+
+def test_kv_waste_is_judged_by_its_block_size():
+    rows = [kv_waste.simulate(size, sigma=1.0, rows=4, steps=10) for size in (16, 32)]
+    assert [figure.target for figure in kv_waste.figures(rows)] == [0.04, None]
 
 
 def test_profile(capsys):

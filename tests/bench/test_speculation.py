@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pagedraft.bench import speculation
+from pagedraft.bench.figures import read_figures
 from pagedraft.bench.speculation import AUTO, PLAIN, Bench, Speeds, Text, cells
 from pagedraft.bench.speculation_prompts import EDITS, QUESTIONS, random_prompts
 from pagedraft.scheduler.llm import LLM
@@ -44,6 +45,10 @@ def test_dry_run(folder, tmp_path, monkeypatch, capsys):
     assert all(0 <= row["accepted"] <= row["drafted"] for row in rows)
     assert rows[0]["report"]["steps"] > 0
     assert "loops, 2 at once" in printed
+    figures = {figure.name: figure.value for figure in read_figures(document)}
+    assert len(figures) == 4 * len(rows)
+    name = f"speculation/{rows[0]['drafter']}, {rows[0]['text']}/k=3 over plain"
+    assert figures[name] == rows[0]["ratios"]["3"]
 
 
 def test_an_output_that_drafts_changed_stops_the_bench(folder, monkeypatch):
