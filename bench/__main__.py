@@ -2,13 +2,13 @@
 
     kernels      every op, gated by a comparison with its reference, against measured ceilings
     attention    a short sweep of contexts and groups (modelled only, without a CUDA device)
-    static       machine code for every GPU, a check that needs none
     counted      launches, passes, KV slots, host operations: equal on every machine
     engine       the engine beside its peers; batches, drafters and draft lengths
     serving      latencies under load, the largest rate within 100 ms
     overhead     the engine's own host time beside a model that computes nothing
     quality      what fast and quantised modes cost in perplexity, agreement and tasks
-    kv_waste, latency, speculation    longer runs, only when named
+    static, kv_waste, latency, speculation    only when named, as is
+    real_sizes   1B and 8B with random weights, on CUDA only
 
 Each part is a process of its own with a time limit; one that fails or is cut off stops no other,
 and makes the exit status 1; all that run by default end within TOTAL seconds. At the end stands one
@@ -73,6 +73,7 @@ PARTS = (
     Part("overhead", "overhead", limit=60),
     Part("quality", "quality", ("--quick",), limit=90),
     Part("static", "static", ("--quick",), is_default=False),
+    Part("real_sizes", "real_sizes", is_default=False),
     Part("kv_waste", "kv_waste", is_default=False),
     Part("latency", "latency", ("--rounds", "1", "--requests", "8"), is_default=False),
     Part("speculation", "speculation", is_default=False),
