@@ -122,7 +122,12 @@ def run_part(part: Part, folder: Path) -> Outcome:
     start = time.monotonic()
     with _log(part, folder).open("w") as log:
         process = subprocess.Popen(
-            part.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            part.command,
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # else ignored in "&"
         )
         try:
             verdict = "ok" if process.wait(part.limit) == 0 else "FAILED"
